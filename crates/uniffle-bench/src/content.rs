@@ -1,5 +1,5 @@
-//! Block contents: length, bytes and checksum follow from the seed and the block id, without cost
-//! per byte.
+//! Block contents: length, bytes and checksum follow from the seed and the block id. Creating a
+//! block costs nothing per byte.
 //!
 //! All blocks are slices of one pool of random bytes, so creating a block copies nothing and
 //! checking it is a comparison. The checksum of each (place, length) is computed once. Invariant:

@@ -1,8 +1,8 @@
 //! An HTTP/2 connection that frames like grpc-java and sends payload without copying it.
 //!
 //! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and frames of concurrent
-//! calls on a connection are interleaved. Responses are copied once. The meaning of the calls is in
-//! [`super::session`].
+//! calls on a connection are interleaved. Responses are collected in one buffer. The meaning of the
+//! calls is in [`super::session`].
 
 use std::collections::VecDeque;
 use std::io::IoSlice;

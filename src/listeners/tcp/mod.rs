@@ -85,7 +85,8 @@ impl TcpServer {
 async fn serve(shared: Arc<TcpListenerState>, connection: Connection<TcpStream>, tasks: Tasks) {
     let Connection { stream, place, .. } = connection;
     let (read_half, write_half) = stream.into_split();
-    // A failure of either side ends the other. The guard also covers a dropped or panicking future.
+    // Cancels the reader when the writer ends, also if this future is dropped or panics. A reader
+    // that ends leaves its pending replies to the writer, unless it panics or the peer stalls.
     let _ends_reader = EndsWithThis(tasks.clone());
     let share = shared.requests.take();
     let requests_max = share.amount() as usize;
@@ -100,7 +101,7 @@ async fn serve(shared: Arc<TcpListenerState>, connection: Connection<TcpStream>,
         requests_max,
     );
     tasks.spawn_linked("tcp reader", reader.run());
-    // The writer ends last: it outlives the reader until every reply is written or abandoned.
+    // The writer outlives a reader that ends by itself, until every reply is written or abandoned.
     writer::ConnectionWriter::new(context, write_half, queue, handover_half).run().await;
     drop((place, share));
 }

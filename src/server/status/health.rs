@@ -1,9 +1,10 @@
 //! Watches the worker's state and notifies the coordinators at once when it changes, or when the
 //! last application ends.
 //!
-//! Unless it is decommissioned or stops, the worker is UNHEALTHY while the primary tier complains
-//! (too few writable disks) or all tiers do. Every other change of state happens in `service`, such
-//! as decommissioning by an operator. This module only observes it.
+//! Unless it is decommissioned, drained or stops for good, the worker is UNHEALTHY while the
+//! primary tier complains (too few writable disks, or the object store) or all tiers do. Every
+//! other change of state happens in `service`, such as decommissioning by an operator. This module
+//! only observes it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,8 +120,9 @@ pub(super) fn risks(service: &Service) -> Vec<String> {
 }
 
 /// Returns why no disk of `disks` takes writes. Returns `None` if there are no disks, or one takes
-/// writes. Independent of `healthy_check_min_disks`: without a writable disk for the metadata log,
-/// registrations and reports are refused.
+/// writes. Independent of `healthy_check_min_disks`: the disks take blocks only in the final flush.
+/// Unless one is only full, registrations and reports are refused, too, because the metadata log
+/// cannot be written.
 fn without_disks(disks: &[DiskInfo]) -> Option<String> {
     if disks.is_empty() || disks.iter().any(|disk| disk.condition == DiskCondition::Healthy) {
         return None;

@@ -21,7 +21,7 @@ use super::process::ROOT;
 
 /// Capacity of each disk, far above the volume of a run, so that no disk fills up.
 const CAPACITY_BYTES: u64 = 64 << 20;
-/// Moves everything, or keeps some tens of blocks.
+/// Moves everything, or keeps 30 to 130 KB on each disk: about 3 to 12 blocks.
 const WATERMARKS: [Watermarks; 2] =
     [Watermarks { high: 1e-9, low: 0.0 }, Watermarks { high: 2e-3, low: 5e-4 }];
 
@@ -149,7 +149,7 @@ impl History {
         self.tally.whole_disks_moved += u64::from(!moved.is_empty() && here.is_empty());
     }
 
-    /// Deletes everything that was moved.
+    /// Deletes all segments: everything that was moved or, without disks, flushed.
     pub(super) async fn remove_segments(&self, store: &FaultyObjects) {
         for (key, _) in store.objects().await {
             let is_segment = matches!(parse_key(ROOT, &key), Some(Name::Segment(..)));

@@ -1,7 +1,8 @@
 //! Configuration reload by an admin call, by SIGHUP and by the file watcher.
 //!
-//! Changed keys are applied, and keys that need a restart are only reported. An invalid or torn
-//! file is refused as a whole, with all its errors, and the old configuration remains.
+//! Changed keys are applied, and keys that need a restart are only reported. An invalid file is
+//! refused as a whole, with all its errors, and the old configuration remains. So is a torn one,
+//! unless it is a complete configuration.
 
 use std::io::Write as _;
 use std::time::Duration;
@@ -173,7 +174,8 @@ async fn signal_and_file_change_both_reload() {
                 there.then_some(()).ok_or_else(|| format!("{parts:?} is not in {log}"))
             });
         };
-        // Only the file watcher: the first half of the file, which must be refused, then all of it.
+        // Only the file watcher. It does not read the first half, because the file changes again at
+        // once.
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         std::fs::write(&path, format!("tags = [\"by-file\"]\n{text}\n[log]\nfilter = \"debug\"")).unwrap();
         wait_for_log(

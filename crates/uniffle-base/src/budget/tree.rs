@@ -112,7 +112,7 @@ impl BudgetNode {
     }
 
     /// Returns the amount that this budget allows now, up to `overdraft` more than its capacity. A
-    /// budget with headroom is never overdrawn.
+    /// budget with headroom gets no overdraft.
     fn free_with(&self, overdraft: u64) -> u64 {
         match self.headroom {
             Headroom::None => {
@@ -248,7 +248,7 @@ impl Budget {
     }
 
     /// Charges `bytes` like [`Budget::try_charge`], up to `overdraft` more than the capacity of
-    /// this budget and of each ancestor. A budget with headroom is never overdrawn.
+    /// this budget and of each ancestor. A budget with headroom gets no overdraft.
     ///
     /// # Errors
     /// [`NoCapacity`] when fewer are free, here or in an ancestor.

@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Work time between two yields. Work that starts before the limit runs to its end.
 const WORK_MAX: Duration = Duration::from_millis(1);
 
-/// Work of one connection or call since its task last yielded.
+/// Work of one connection or call since the budget began. A wait does not begin a new one.
 ///
 /// The limit is time and not bytes, because the cost of a message depends on its content: one with
 /// thousands of small partitions takes longer than one with large blocks. Waits do not count.

@@ -1,4 +1,4 @@
-//! Reads files that the configuration names.
+//! Reads the configuration file and files that it names.
 //!
 //! Only regular files up to a size limit are read. A device would never end, a FIFO without a
 //! writer would block, and the content is held in memory outside the memory budget.

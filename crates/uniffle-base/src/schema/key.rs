@@ -30,7 +30,8 @@ pub struct Key {
     pub bounds: String,
     /// When a change takes effect.
     pub reload: Reload,
-    /// A value for the example file if the default is unset or depends on the machine.
+    /// A value that the example file shows in a comment instead of the default: if that is unset,
+    /// empty or off, or depends on the machine or on other keys.
     pub example: Option<&'static str>,
 }
 
@@ -64,7 +65,8 @@ const SHOWN_CHARS_MAX: usize = 120;
 /// A problem with one key of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// The key as the user wrote it.
+    /// The key: as the user wrote it if its name is the problem, otherwise its path or the name of
+    /// the environment variable.
     pub key: String,
     /// The value, with secrets removed. It is shortened when displayed.
     pub value: Option<String>,

@@ -1,7 +1,8 @@
 //! Reads values from a file and the environment, and collects all problems.
 //!
 //! An absent value gives `None`. An invalid value gives `None` and adds a problem, so that the
-//! caller continues. A derived `Deserialize` would stop at the first error.
+//! caller continues. A value of the file that a variable overrides is not checked. A derived
+//! `Deserialize` would stop at the first error.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;

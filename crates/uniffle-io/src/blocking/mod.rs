@@ -38,7 +38,7 @@ const REMOVALS_MAX: usize = 2;
 /// Maximum concurrent writes and syncs of metadata: one can write while another syncs.
 const METADATA_CALLS_MAX: usize = 2;
 
-/// Limits the calls of one kind, and optionally all calls of the disk.
+/// Limits the calls of one kind, and optionally those of several kinds together.
 ///
 /// The permit of the kind is acquired first and that of the disk last, so that a holder of the
 /// disk's permit never waits.

@@ -1,8 +1,8 @@
-//! Objects of departed workers in the object store: `POST /admin/orphans` and
-//! `/admin/orphans/remove`.
+//! Objects of workers in the object store, also of departed ones: `POST /admin/orphans` lists all
+//! workers, and `/admin/orphans/remove` deletes at most some hundred objects of one.
 //!
-//! The caller decides which workers are alive (`uniffle-worker ctl orphans`). The worker's own
-//! objects are never removed here.
+//! The caller decides which workers are alive, and repeats a removal until no object is left
+//! (`uniffle-worker ctl orphans`). The worker's own objects are never removed here.
 
 use std::sync::Arc;
 

@@ -226,7 +226,7 @@ impl ObjectChecksums {
     }
 }
 
-/// Returns the records of a group's extents, from memory or from the store.
+/// Returns the records of a group's extents, from memory, the cache's disk or the store.
 async fn load(
     core: &Arc<ObjectCore>,
     shuffle: &Arc<ObjectShuffle>,
