@@ -59,8 +59,9 @@ fn without_settings(text: &str) -> String {
         rest = after;
         let name = before[..at].trim_end().trim_end_matches(['"', '\'']);
         let begin = name.rfind(|c: char| !is_of_name(c)).map_or(0, |at| at + 1);
-        // A scheme precedes a URL, not a value.
-        if !is_secret(&name[begin..]) || after.starts_with("//") {
+        // A scheme and its colon precede a URL, not a value.
+        let is_scheme = before.ends_with(':') && after.starts_with("//");
+        if !is_secret(&name[begin..]) || is_scheme {
             continue;
         }
         let value = after.trim_start_matches([' ', '\t']);
@@ -206,6 +207,7 @@ mod tests {
     fn secret_is_hidden_whatever_it_contains() {
         for secret in [
             "hush",
+            "//hush",
             "a,hush",
             "a,b=hush",
             "a, \"b\" = hush",
