@@ -502,7 +502,10 @@ impl MetadataWriter {
         if !(needs_compaction || is_misplaced || needs_rewrite) {
             return;
         }
-        if let Err(error) = self.begin(&mut BTreeSet::new()).await {
+        let excluded = &mut BTreeSet::new();
+        // The check of a start may come before its first entry.
+        let written = if self.is_open { self.begin(excluded).await } else { self.open(excluded).await };
+        if let Err(error) = written {
             tracing::warn!(%error, "cannot rewrite the metadata log; retrying");
             // Retried after as many dead bytes, not after each batch.
             self.contents.dead_bytes = 0;

@@ -79,6 +79,7 @@ async fn successor_continues_the_log() {
         let hand_off = store.release_log().await;
         drop(store);
         let store = successor(disks, hand_off.as_ref()).await;
+        store.metadata.settle().await;
         append_record(&store, &third, b"third").await;
         assert_eq!(log_copies(disks), copies, "the log was written anew");
         drop(store);
