@@ -1,7 +1,7 @@
 //! Limits the rate of a kind of log line, so that clients cannot fill the log.
 //!
 //! Invariant: suppressed lines are counted. The next line that passes includes their number, unless
-//! [`LogLimiter::settle`] or [`LogLimiter::reset`] took it before.
+//! [`LogLimiter::settle`] returned it or [`LogLimiter::reset`] dropped it before.
 
 use std::time::Duration;
 
@@ -55,8 +55,8 @@ impl LogLimiter {
         if is_over || end { std::mem::take(&mut window.held_back) } else { 0 }
     }
 
-    /// Resets the limit after the cause has ended. Returns whether a line passed since the last
-    /// reset.
+    /// Resets the limit and drops the count, after the cause has ended. Returns whether a line
+    /// passed since the last reset.
     pub fn reset(&self) -> bool {
         std::mem::take(&mut *self.window.lock()).began.is_some()
     }

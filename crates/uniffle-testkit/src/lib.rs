@@ -47,7 +47,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Waits longer than this are printed even if they succeed, because they slow down every test run.
+/// [`wait_until`] prints longer waits even if they succeed, because they slow down every test run.
 const LONG_WAIT: Duration = Duration::from_secs(2);
 
 /// Polls `look` on this thread until it returns a value. Panics at the deadline with `what` and the
@@ -77,7 +77,8 @@ pub fn wait_until<T>(what: &str, deadline: Duration, mut look: impl FnMut() -> R
 /// machine gets more time.
 const SETTLE_DEADLINE: Duration = Duration::from_secs(20);
 
-/// Waits like [`wait_until`] for work in this process.
+/// Polls `look` until work in this process is done. Panics after [`SETTLE_DEADLINE`], as
+/// [`wait_until`] does.
 pub async fn eventually<T>(what: &str, mut look: impl FnMut() -> Result<T, String>) -> T {
     let start = Instant::now();
     loop {

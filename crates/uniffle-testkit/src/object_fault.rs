@@ -48,7 +48,7 @@ pub enum Call {
 pub enum ObjectFault {
     /// No fault.
     None,
-    /// Fails without effect.
+    /// Fails without effect, except that a refused part stays in its upload.
     Refuse,
     /// Takes effect, but returns an error.
     LoseAnswer,
@@ -153,7 +153,7 @@ impl FaultyObjects {
         count
     }
 
-    /// Returns all calls so far with their keys.
+    /// Returns the calls so far that can have a fault, with their keys.
     pub fn calls(&self) -> Vec<(Call, String)> {
         self.0.calls.lock().clone()
     }

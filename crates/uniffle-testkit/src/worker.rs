@@ -52,7 +52,7 @@ const NEVER_MISSING: &[&str] = &[
     "total_in_memory_block_count",
 ];
 
-/// Number of attempts with other ports after a conflict.
+/// Number of starts, each with other ports, before a test fails.
 const PORT_TRIES: usize = 5;
 
 /// File name of `WORKER_READY_FILE`.
@@ -297,7 +297,8 @@ impl WorkerProcess {
         self.signal(rustix::process::Signal::USR2);
     }
 
-    /// Waits until the successor is ready, on the same ports.
+    /// Waits until the successor is ready. It has the same process id, because an upgrade is an
+    /// `exec`, and the same ports.
     pub fn finish_upgrade(&mut self) {
         let ready = self.wait_ready();
         let ports = |ready: &Ready| (ready.grpc_port, ready.http_port, ready.urpc_port);

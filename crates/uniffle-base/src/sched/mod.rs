@@ -2,8 +2,8 @@
 //!
 //! [`FairQueue`] orders requests by virtual time. [`FairSemaphore`] is a bounded amount with such a
 //! queue: it serves the application that holds least by its weight, and breaks ties by virtual
-//! time. [`shares`] has the rules for how much one application may hold. This module allocates no
-//! buffers. Of a request it knows only the amount and the shares of devices.
+//! time. [`shares`] has the rules for how much one application may hold. A grant is a number, and
+//! parts of devices' shares; the caller has the buffers.
 
 mod fair_queue;
 mod fair_semaphore;

@@ -34,7 +34,7 @@ section! {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AccessDenied {
     /// Too few nodes have the tags.
-    #[error("no active shuffle server has the tags {tags:?} ({found} of {wanted} needed)")]
+    #[error("too few active shuffle servers have the tags {tags:?} ({found} of {wanted} needed)")]
     Nodes {
         /// Tags of the request.
         tags: Vec<String>,

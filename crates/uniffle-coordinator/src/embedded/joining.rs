@@ -62,7 +62,7 @@ impl Joining {
         self.networks.iter().any(|network| network.contains(address))
     }
 
-    /// Logs a refusal that a change of the key would prevent.
+    /// Logs a refusal that a change of `worker_networks` would prevent.
     pub(super) fn note(&self, refused: &InvalidHeartbeat) {
         if refused.concerns_networks()
             && let Some(heartbeats) = self.refusals.pass()

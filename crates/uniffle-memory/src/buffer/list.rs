@@ -347,7 +347,7 @@ impl BlockList {
         }
     }
 
-    /// Returns the number of late blocks.
+    /// Returns the number of strays.
     pub(super) fn strays(&self) -> usize {
         self.strays.len()
     }

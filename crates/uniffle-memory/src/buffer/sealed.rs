@@ -133,8 +133,8 @@ impl SealedBatch {
     }
 
     /// Closes the batch and returns it as an extent of distribution `d`. It is aligned if the chain
-    /// holds exactly these blocks (none aborted, none late) and, for `LocalOrder`, they happen to
-    /// be sorted. The order of reads from memory does not change.
+    /// holds exactly these blocks (none aborted, stray or hidden) and, for `LocalOrder`, they
+    /// happen to be sorted by task. The order of reads from memory does not change.
     pub fn extent(&self, d: Distribution) -> SealedExtent {
         let list = self.close();
         aligned(&list, d).unwrap_or_else(|| pieces(&list, d))

@@ -33,7 +33,8 @@ pub(super) struct ReplayPiece {
 }
 
 impl PartitionReads {
-    /// Returns the cursor of the replay's reader when the recorded reader is at `recorded`.
+    /// Returns the cursor of the replay's reader: the last block that it read, or −1. It begins
+    /// anew if the recorded reader did (`recorded` is −1).
     pub(super) fn cursor(&mut self, filter: Option<&Bytes>, recorded: i64) -> i64 {
         let reader = filter.cloned();
         if recorded == -1 {

@@ -130,7 +130,6 @@ impl Decoder {
         if self.remaining() > 0 {
             return Err(DecodeError::Incomplete.into());
         }
-        // A message of zero bytes never passed through `feed`, which closes any other message.
         self.deliver_header(sink)?;
         if self.form == Form::Contiguous && !self.bytes_field_seen {
             return Err(self.malformed("blocks declare bytes that are not in the message").into());

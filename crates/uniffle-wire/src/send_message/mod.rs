@@ -2,8 +2,8 @@
 //! prefix.
 //!
 //! A block's bytes go to the [`BlockSink`](crate::BlockSink) as sub-slices of the fed chunk. Only
-//! partitions and block headers are collected, and only in the two forms that send them ahead of
-//! the bytes.
+//! partitions and block headers are collected, and only in the contiguous and the combined form,
+//! which send them ahead of the bytes.
 //! Invariant: every length is checked against the enclosing message before it is used. The decoder
 //! is stricter than protobuf, because streamed data cannot be taken back: header fields must
 //! precede the data, and a partition id its blocks, as Java and prost write them.

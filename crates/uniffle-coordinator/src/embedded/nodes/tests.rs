@@ -1,4 +1,4 @@
-//! The table of nodes: accepted and refused heartbeats, candidates, limits, lost and restored nodes.
+//! The node table: accepted and refused heartbeats, candidates, limits, lost and restored nodes.
 
 use super::*;
 
@@ -101,7 +101,7 @@ fn malformed_heartbeats_are_refused() {
 fn heartbeat_cannot_impersonate_the_own_worker() {
     let now = Instant::now();
     let mut table = table();
-    // Another node joins before the own worker.
+    // Before the own worker's first report, nothing protects its id.
     table.accept(heartbeat("own"), Joins::Configured, now).unwrap();
     let mut own = heartbeat("own");
     own.available_memory = 7;
@@ -248,7 +248,10 @@ fn forgotten_lost_node_is_not_listed() {
     assert!(!table.forget_lost("n", start), "a live node was forgotten");
     assert_eq!(table.counts().total, 1);
     let silent = start + Duration::from_secs(31);
-    assert!(table.forget_lost("n", silent), "a lost node must be forgotten without a query");
+    assert!(
+        table.forget_lost("n", silent),
+        "a silent node must be forgotten even if nothing called `expire` before"
+    );
     assert!(!table.forget_lost("n", silent), "a node was forgotten twice");
     assert_eq!((table.view(false, silent).lost, table.lost.bytes), (vec![], 0));
     table.accept(heartbeat("n"), Joins::Configured, silent).unwrap();
