@@ -1,4 +1,5 @@
-//! Part of the build scripts of the programs: finds the commit that `--version` shows.
+//! Part of the build scripts of the programs: names the file from which `--version` takes the
+//! commit.
 
 use std::path::Path;
 use std::process::Command;

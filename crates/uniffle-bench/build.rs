@@ -1,4 +1,4 @@
-//! Finds the commit that `--version` shows.
+//! Names the file from which `--version` takes the commit.
 
 #[path = "../../proto/commit.rs"]
 mod commit;

@@ -360,7 +360,7 @@ async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &Shuf
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.unwrap();
     let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
     assert!(read.blocks == blocks, "{} blocks were read of {}", read.blocks.len(), blocks.len());
-    assert_eq!(read.repeats, 0);
+    assert_eq!(read.skipped, 0);
     let in_memory = worker.metrics().total("total_in_memory_block_count").map(|count| count.to_string());
     assert_eq!(in_memory, Some(blocks.len().to_string()));
 }

@@ -3,7 +3,8 @@
 //!
 //! The loops use plain threads and blocking calls. Both ends run here, and each thread measures its
 //! own CPU time. Sockets are read into memory that exceeds the caches, like a server's, unless the
-//! bytes are discarded. Memory is touched before the CPU time is measured. GB/s include that time.
+//! bytes are discarded. Memory is touched before the CPU time is measured. GB/s include that time,
+//! except for `memcpy`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};

@@ -1,8 +1,9 @@
 //! An HTTP/2 connection that frames like grpc-java and sends payload without copying it.
 //!
-//! DATA frames carry at most 65,537 bytes (docs/design/data-path.md §3), and frames of concurrent
-//! calls on a connection are interleaved. Responses are collected in one buffer. The meaning of the
-//! calls is in [`super::session`].
+//! hyper gets a request in chunks of at most 65,537 bytes, as Netty does from grpc-java
+//! (docs/design/data-path.md §3), and splits them if the server accepts only smaller frames. Frames
+//! of concurrent calls on a connection are interleaved. Responses are collected in one buffer. The
+//! meaning of the calls is in [`super::session`].
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -22,9 +23,9 @@ use tokio::time::timeout;
 
 use crate::message::MessagePieces;
 
-/// Size of one write of grpc-java's Netty: the high watermark of 64 KiB plus the byte that exceeds
-/// it.
-const FRAME_BYTES_MAX: usize = 65_537;
+/// Largest chunk that hyper gets at once. grpc-java passes as much to Netty: the high watermark of
+/// 64 KiB plus the byte that exceeds it.
+const CHUNK_BYTES_MAX: usize = 65_537;
 /// grpc-java's default window, for streams and for the connection.
 pub(crate) const JAVA_WINDOW_BYTES: u32 = 1 << 20;
 /// Largest accepted response.
@@ -66,7 +67,7 @@ impl Buf for Chunk {
     }
 }
 
-/// A request body that is sent in chunks of at most [`FRAME_BYTES_MAX`] bytes.
+/// A request body that is sent in chunks of at most [`CHUNK_BYTES_MAX`] bytes.
 #[derive(Debug)]
 pub(crate) struct ChunkedBody {
     pieces: VecDeque<Bytes>,
@@ -85,7 +86,7 @@ impl ChunkedBody {
     }
 
     fn next_chunk(&mut self) -> Chunk {
-        let remaining = self.remaining.min(FRAME_BYTES_MAX);
+        let remaining = self.remaining.min(CHUNK_BYTES_MAX);
         let mut chunk = Chunk { pieces: VecDeque::new(), remaining };
         let mut left = remaining;
         while left > 0 {

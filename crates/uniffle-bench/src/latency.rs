@@ -1,8 +1,8 @@
 //! Latencies at several loads: on an idle server, at its maximum, and at shares of the maximum.
 //!
 //! The maximum is measured in the same run, before its shares, because the speed of the machine
-//! varies. The shares are open loads: calls have due times, so a server that falls behind does not
-//! receive fewer calls.
+//! varies. A given `--rate` or `--read-rate` limits the maximum too. The shares are open loads:
+//! calls have due times, so a server that falls behind does not receive fewer calls.
 
 use bytesize::ByteSize;
 

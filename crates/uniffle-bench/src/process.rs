@@ -1,8 +1,8 @@
 //! The server process: resource usage from `/proc` or from its metrics, and starting it with a
 //! command.
 //!
-//! Figures cover the whole process since its start. Callers compute differences. The CPU time of
-//! this process and thread is here too.
+//! CPU time and page faults count from the start of the process, so callers compute differences.
+//! The CPU time of this process and thread is here too.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -40,8 +40,8 @@ pub(crate) enum Probe {
 }
 
 impl Probe {
-    /// Selects the process id if it is given or if a local process owns the port, and metrics
-    /// otherwise.
+    /// Selects `pid`, or else the process of this machine that listens on `port`, unless `http` is
+    /// on another machine. Selects the metrics of `http` otherwise.
     pub(crate) fn find(pid: Option<u32>, port: u16, http: Option<SocketAddr>) -> Self {
         let local = || if http.is_none_or(|http| http.ip().is_loopback()) { listener(port) } else { None };
         match (pid.or_else(local), http) {

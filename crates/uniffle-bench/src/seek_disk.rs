@@ -4,7 +4,8 @@
 //! their transfer time. Every write is appended to the platter, the best case of delayed
 //! allocation, so a write only costs a seek after a read, or if its file changes (inode,
 //! allocation). A read costs a seek if its bytes do not follow the last access. Creating a file
-//! costs a seek. Opening and deleting are free. No time passes: the seconds are only added up.
+//! costs a seek. Opening, deleting, renaming, and reads and writes of whole small files
+//! (`read_small`, `write_small`) are free. No time passes: the seconds are only added up.
 
 use std::collections::HashMap;
 use std::io;
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seeks_are_counted_per_change_of_position() {
+    fn seeks_are_counted_per_change_of_file_or_position() {
         let mut platter = Platter::default();
         let (a, b) = (Path::new("a"), Path::new("b"));
         for n in 0..10 {

@@ -1,4 +1,4 @@
-//! Counters of a phase: latencies by call, bytes, refusals.
+//! Counters of a phase: latencies by operation, bytes, refusals.
 //!
 //! Shared by all writers and readers of a phase. The server's figures are in [`super::process`],
 //! their output is in [`super::report`].
@@ -10,7 +10,7 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Timed operations.
+/// Timed operations: single calls, and two operations of several calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) enum Rpc {
     RegisterShuffle,
@@ -124,7 +124,7 @@ pub(crate) fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-/// Latencies of one call, in milliseconds.
+/// Latencies of one kind of operation, in milliseconds.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Latency {
     pub(crate) rpc: Rpc,

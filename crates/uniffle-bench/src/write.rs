@@ -1,8 +1,8 @@
 //! Writers: each takes a task, sends its messages, reports its blocks, and takes the next task.
 //!
 //! The loop is closed by default: a message is sent after the response to the previous one. With a
-//! rate, each message has a due time, from which latencies count. Invariant: the ledger holds
-//! exactly the blocks of tasks that report.
+//! rate, each message has a due time, from which latencies count. Invariant: the ledger has each
+//! block of a task that reports once, however often it was sent. A failed report ends the run.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! One shuffle server: every call with its deadline and its retries, block data over either
-//! transport.
+//! One shuffle server: calls with deadlines, and most with retries. Block data uses gRPC or raw
+//! TCP, all other calls gRPC.
 //!
 //! Replicas and the order of calls are handled by the callers. NO_BUFFER is retried as the options
 //! allow. A send is retried after any temporary failure, because duplicate blocks are legal.
@@ -335,7 +335,8 @@ fn is_lost(error: &ClientError) -> bool {
     )
 }
 
-/// Returns true if a failed send may succeed with a new ticket.
+/// Returns true if a failed send is tried again with a new ticket. NO_BUFFER is not: it has its own
+/// retries, which those of sends must not multiply.
 fn is_retryable(error: &ClientError) -> bool {
     match error {
         ClientError::Refused { status, .. } => !is_final(*status) && !is_no_buffer(error),
@@ -387,7 +388,6 @@ mod tests {
             "the ticket may have expired, so the error must be retryable"
         );
         assert!(is_retryable(&ClientError::Timeout { rpc: "x", after: Duration::ZERO }));
-        // NO_BUFFER has its own retry limit, which the retries of sends must not multiply.
         for status in [StatusCode::NoRegister, StatusCode::NoBuffer, StatusCode::ExceedHugePartitionHardLimit]
         {
             assert!(!is_retryable(&refused(status)), "{status:?}");

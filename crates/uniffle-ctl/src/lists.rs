@@ -22,7 +22,7 @@ pub(crate) type RatesOf<'a> = &'a dyn Fn(&Value) -> Option<PayloadRates>;
 
 /// Formats a line per worker, including those without an answer. `status` returns the state in an
 /// answer, `rates` its rates; the columns of rates are only shown by `top`. *lost* counts blocks
-/// and is always shown.
+/// and is always shown. A narrow table loses columns first, then shortens names.
 pub(crate) fn workers(
     answers: &[(&WorkerTarget, WorkerAnswer)],
     status: impl Fn(&Value) -> &Value,
@@ -62,12 +62,12 @@ pub(crate) fn workers(
     TextTable::new(&header, answers.iter().map(row).collect()).fitted(width, &OPTIONAL)
 }
 
-/// Returns the cells of a worker.
+/// Returns the cells of a worker. `(n out)` counts disks that are not healthy.
 fn worker(name: &str, status: &Value, rates: Option<PayloadRates>) -> Vec<String> {
     let disks = || status["disks"].as_array().into_iter().flatten();
-    let out = disks().filter(|disk| disk["condition"] != "healthy").count();
+    let unhealthy = disks().filter(|disk| disk["condition"] != "healthy").count();
     let sum = |field: &str| disks().filter_map(|disk| disk[field].as_u64()).sum::<u64>();
-    let out = if out == 0 { String::new() } else { format!(" ({out} out)") };
+    let unhealthy = if unhealthy == 0 { String::new() } else { format!(" ({unhealthy} out)") };
     let rate = |rate: Option<f64>| rate.map_or("-".to_owned(), per_second);
     vec![
         name.to_owned(),
@@ -76,7 +76,7 @@ fn worker(name: &str, status: &Value, rates: Option<PayloadRates>) -> Vec<String
         size(&status["memory"]["used_bytes"]),
         size(&status["memory"]["capacity_bytes"]),
         size(&status["memory"]["in_flight_bytes"]),
-        format!("{}{out}", short(sum("used_bytes"))),
+        format!("{}{unhealthy}", short(sum("used_bytes"))),
         short(sum("free_bytes")),
         word(&status["flush"]["queued_batches"]),
         rate(rates.map(|rates| rates.received)),

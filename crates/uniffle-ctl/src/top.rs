@@ -152,7 +152,7 @@ async fn look_at(client: &HttpClient, target: &WorkerTarget) -> WorkerAnswer {
         "received_bytes_per_second": received, "read_bytes_per_second": read }))
 }
 
-/// Returns the payload rates between the first and the last sample.
+/// Returns the payload rates between the first and the last sample, or `None` without two samples.
 #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
 fn rates(history: &Value) -> Option<PayloadRates> {
     let samples = history["samples"].as_array()?;

@@ -54,7 +54,7 @@ pub(crate) async fn register(
 
 /// Runs all map tasks. Returns the attempts whose output counts.
 pub(crate) async fn map(shuffle: &Shuffle) -> Result<Vec<TaskAttemptId>, Error> {
-    // Task 2 fails at first. Both attempts at task 3 succeed; the scheduler picks the first.
+    // Attempt 0 at task 2 fails. Both attempts at task 3 succeed; the scheduler picks attempt 0.
     write(shuffle, failed_attempt()?, TEXTS[2], true).await?;
     write(shuffle, attempt(3, 1)?, TEXTS[3], false).await?;
     let successful = [attempt(0, 0)?, attempt(1, 0)?, attempt(2, 1)?, attempt(3, 0)?];

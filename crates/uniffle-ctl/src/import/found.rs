@@ -11,17 +11,18 @@ pub(super) struct ImportedEntry {
     pub(super) value: Value,
     /// Comment line above the entry.
     pub(super) comment: Option<String>,
-    /// Reason if the entry is written as a comment only.
+    /// Reason if the check of the converted configuration rejects the value. The entry is then
+    /// written as a comment.
     pub(super) refused: Option<String>,
 }
 
-/// A key that is written as a comment only.
+/// A key that did not become an entry. It is written as a comment.
 #[derive(Debug, Clone)]
-pub(super) struct UnmappedKey {
+pub(super) struct UnconvertedKey {
     /// Original key and value, without secrets.
     pub(super) was: String,
     pub(super) why: String,
-    /// True if the key has a counterpart that does not accept the value.
+    /// True if the key has a counterpart, but its value cannot be converted or is given twice.
     pub(super) is_refused: bool,
 }
 
@@ -30,7 +31,7 @@ pub(super) struct UnmappedKey {
 pub(super) struct ImportedKeys {
     pub(super) entries: Vec<ImportedEntry>,
     /// Keys without a counterpart, and values that cannot be converted.
-    pub(super) others: Vec<UnmappedKey>,
+    pub(super) others: Vec<UnconvertedKey>,
     /// Number of keys in `others` of riffle's TOML that neither server knows.
     pub(super) unknown: usize,
 }
@@ -42,12 +43,12 @@ impl ImportedKeys {
 
     /// Adds a key without a counterpart.
     pub(super) fn leave(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
-        self.others.push(UnmappedKey { was: was.shown(), why: why.into(), is_refused: false });
+        self.others.push(UnconvertedKey { was: was.shown(), why: why.into(), is_refused: false });
     }
 
-    /// Adds a key whose counterpart does not accept the value.
+    /// Adds a key with a counterpart whose value cannot be converted or is given twice.
     pub(super) fn refuse(&mut self, was: &OldEntry<'_>, why: impl Into<String>) {
-        self.others.push(UnmappedKey { was: was.shown(), why: why.into(), is_refused: true });
+        self.others.push(UnconvertedKey { was: was.shown(), why: why.into(), is_refused: true });
     }
 
     /// Returns whether the input contains no known key of either server.

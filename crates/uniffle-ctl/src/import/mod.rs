@@ -15,7 +15,7 @@ use toml::Value;
 use uniffle_base::schema::names::{leaf_of, table_of};
 use uniffle_base::schema::{Problem, Schema, redact};
 
-use self::found::{ImportedEntry, ImportedKeys, UnmappedKey};
+use self::found::{ImportedEntry, ImportedKeys, UnconvertedKey};
 
 /// A converted configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,9 +68,9 @@ pub fn import(
     }
     write_entries(&mut written, &found.entries);
     if !found.others.is_empty() {
-        written.push_str("\n# Without a counterpart:\n");
+        written.push_str("\n# Not converted:\n");
     }
-    for UnmappedKey { was, why, .. } in &found.others {
+    for UnconvertedKey { was, why, .. } in &found.others {
         let _ = writeln!(written, "# {}: {}", one_line(was), one_line(why));
     }
     Ok(Imported { text: written, missing, refused: refusals(&found), secrets: secrets(&found) })

@@ -1,5 +1,5 @@
-//! Reads a partition as the Java client does: memory until it is empty, then the index once, then
-//! the data.
+//! Reads a partition as the Java client does: memory up to its end, then the index once, then the
+//! data.
 //!
 //! Splitting responses into blocks is in [`crate::read`]. Invariants: each block is counted
 //! once by id, the checksum of every counted block that has one was compared, and a server that
@@ -53,9 +53,9 @@ pub struct PartitionRead {
     pub from_memory: usize,
     /// Number of blocks first seen on disk.
     pub from_disk: usize,
-    /// Number of blocks that were seen before, which is legal, or skipped with their segment as not
-    /// expected.
-    pub repeats: usize,
+    /// Number of blocks that were skipped: seen before, which is legal, or in a segment without an
+    /// expected block.
+    pub skipped: usize,
 }
 
 impl PartitionRead {
@@ -66,7 +66,7 @@ impl PartitionRead {
         // unexpected.
         for block in blocks.into_iter().filter(|block| block.meta.block_id.0 != FILLER_BLOCK_ID) {
             if self.blocks.contains_key(&block.meta.block_id) {
-                self.repeats += 1;
+                self.skipped += 1;
                 continue;
             }
             read::check_crc(&block).map_err(malformed(rpc))?;
@@ -215,7 +215,7 @@ impl ShuffleClient {
                     && expected.is_none_or(|set| set.contains(id.0.cast_unsigned()))
             };
             if !segment.records.iter().any(unread) {
-                result.repeats += segment.records.len();
+                result.skipped += segment.records.len();
                 continue;
             }
             let data = self.read_data(key, partition, segment.offset, segment.length).await?;

@@ -282,7 +282,7 @@ async fn partition_is_read_through_both_tiers() {
     let read = client.read_partition(&key(), PARTITION, &options).await.unwrap();
     assert_eq!(read.blocks.len(), 10);
     assert!(all.iter().all(|block| read.blocks[&block.meta.block_id] == block.data));
-    assert_eq!((read.from_memory, read.from_disk, read.repeats), (4, 6, 2));
+    assert_eq!((read.from_memory, read.from_disk, read.skipped), (4, 6, 2));
     assert_eq!(double.0.lock().cursors, [-1, all[7].meta.block_id.0, all[9].meta.block_id.0]);
     // A read ends once it has 300 bytes: 100 + 101 + 102, then 103 + 104 + 105. The other blocks
     // were in memory and are not read.
