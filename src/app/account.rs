@@ -133,9 +133,9 @@ pub struct StageSum {
     /// Sum of all durations.
     pub total: Duration,
     pub longest: Duration,
-    /// Median duration, to a factor of two.
+    /// Median duration, to a factor of two. Longer ones than 67 s count as 67 s.
     pub median: Duration,
-    /// 99th percentile of the durations, to a factor of two.
+    /// 99th percentile of the durations, with the same limits.
     pub p99: Duration,
 }
 
@@ -277,7 +277,8 @@ fn bucket(us: u64) -> usize {
     usize::try_from(digits).map_or(BUCKETS - 1, |digits| digits.min(BUCKETS - 1))
 }
 
-/// Returns the upper end of the bucket that contains the `percent`th percentile.
+/// Returns the upper end of the bucket that contains the `percent`th percentile. The last bucket
+/// has no end and counts as 67 s.
 fn quantile(counts: &[u64; BUCKETS], percent: u64) -> Duration {
     let all: u64 = counts.iter().sum();
     let wanted = (all * percent).div_ceil(100).max(1);

@@ -3,8 +3,8 @@
 //! Ids are opaque here, so any block-id layout works (docs/protocol.md §3.1). A report reserves its
 //! [`Price`] before it is stored. Afterwards the heap charge is settled to the allocated bytes. If
 //! the heap is full, `service` moves all ids of a shuffle to a run ([`BlockIds::begin_spill`]).
-//! Invariant: an id stays readable in memory until its run is complete. A repeated id changes
-//! nothing in memory, but an id that only a run has is stored and counted again.
+//! Invariant: an id stays readable in memory until its run is complete. An id that is in a run, or
+//! on its way into one, may be stored and counted again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use uniffle_base::budget::{Budget, Charge};
 
 /// Heap of a partition's table entry, including the largest single growth of its list.
 const PARTITION_BYTES: u64 = 96;
-/// Upper bound for an id of a report, in any storage format.
+/// Heap reserved per id of a report. [`BlockIds::insert`] charges what exceeds it.
 const ID_BYTES: u64 = 8;
 
 /// Error: a report has another number of bitmaps than the shuffle's first report. Accepting it
@@ -49,7 +49,7 @@ pub enum ReportError {
     NegativeId(i64),
 }
 
-/// Upper bound of the resources for a report.
+/// Amounts to reserve for a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Price {
     /// Block ids, including known ones.
@@ -132,7 +132,7 @@ impl BlockIds {
         }
     }
 
-    /// Returns whether a report with these sorted ids would change nothing in memory. Stops at the
+    /// Returns whether all these sorted ids are in memory, and a report has begun. Stops at the
     /// first new id.
     #[must_use]
     pub fn has_all(&self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>]) -> bool {
@@ -171,8 +171,8 @@ impl BlockIds {
         }
     }
 
-    /// Adds a piece of a report that has begun. The ids of a partition ascend; known ids are
-    /// ignored. Chunks that compress worse than before may take more than the reservation. The
+    /// Adds a piece of a report that has begun. The ids of a partition ascend. Ids in `partitions`
+    /// are ignored. Chunks that compress worse than before may take more than the reservation. The
     /// excess is charged beyond the capacity, because the report is acknowledged already or soon
     /// will be.
     pub fn insert(&mut self, partitions: &[PartitionBlockIds<impl AsRef<[i64]>>], paid: &mut PaidIds) {
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn id_costs_at_most_eight_bytes_in_any_layout() {
+    fn id_costs_at_most_eight_bytes_in_usual_layouts() {
         // Sequence numbers far apart, Spark's layout, one step, random.
         let mut random = 88_172_645_463_325_252_u64;
         let mut next = move || {

@@ -18,7 +18,7 @@ use uniffle_base::budget::{Budget, Charge, Heap, HeapKind, NoCapacity};
 use uniffle_base::sched::shares;
 
 const KNOWN_FOR: Duration = Duration::from_secs(60);
-/// Number of addresses below which those without applications are not searched for.
+/// Smallest number of addresses at which those without applications are dropped.
 const FEW: usize = 64;
 
 /// Heap of registrations by address.
@@ -26,7 +26,8 @@ const FEW: usize = 64;
 pub(super) struct RegistrationLimiter {
     whole: Budget,
     by_address: HashMap<IpAddr, Budget>,
-    looked_through_at: usize,
+    /// Number of addresses at which those without applications are dropped next.
+    cleanup_at: usize,
     /// Time of the first refusal for lack of room since the heap became nearly full.
     tight_since: Cell<Option<Instant>>,
 }
@@ -42,16 +43,16 @@ pub(super) struct RegistrationRoom<'a> {
 impl RegistrationLimiter {
     pub(super) fn of(heap: &Heap) -> Self {
         let whole = heap.of(HeapKind::Registrations).clone();
-        Self { whole, by_address: HashMap::new(), looked_through_at: FEW, tight_since: Cell::default() }
+        Self { whole, by_address: HashMap::new(), cleanup_at: FEW, tight_since: Cell::default() }
     }
 
     /// Returns the budget for applications that register from address `from`. If the address is
     /// unknown, only the whole heap limits them.
     pub(super) fn budget(&mut self, from: Option<IpAddr>) -> Budget {
         let Some(from) = from else { return self.whole.clone() };
-        if self.by_address.len() >= self.looked_through_at {
+        if self.by_address.len() >= self.cleanup_at {
             self.by_address.retain(|_, budget| budget.used() > 0);
-            self.looked_through_at = FEW.max(2 * self.by_address.len());
+            self.cleanup_at = FEW.max(2 * self.by_address.len());
         }
         // It leaves one reserve to other newcomers, and one to established applications.
         let capacity = self.whole.capacity() - 2 * shares::reserve(self.whole.capacity());

@@ -1,10 +1,9 @@
 //! Names and formats that exist for the dashboards, tools and configurations of other servers: the
-//! Java server and riffle.
+//! Java server, riffle and Uniffle's experimental Rust server.
 //!
 //! [`dashboards`] give metrics a second name, which [`view`] applies; a single further name is
 //! `also` in the table of a metric. [`http`] serves paths of the Java server, and [`NO_EFFECT`]
-//! lists keys. Nothing here makes decisions. Formats that clients use belong to the protocol and
-//! are elsewhere.
+//! lists keys. Nothing here makes decisions.
 
 pub(crate) mod dashboards;
 pub mod http;

@@ -1,7 +1,8 @@
-//! Checks of keys against each other. Each key alone is already valid.
+//! Checks of the whole configuration: keys against each other, and single values that the kind of a
+//! key does not exclude.
 //!
 //! Invariant: all problems are collected, so that one start shows them all. A problem refuses the
-//! configuration; a warning is only logged, because the worker can run with it.
+//! configuration, even if the worker could run with it; a warning is only logged.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Display;
@@ -34,7 +35,7 @@ impl Findings<'_> {
     }
 }
 
-/// Adds problems and warnings about combinations of keys to `reader`.
+/// Adds the problems and warnings of `config` to `reader`.
 pub(super) fn check(config: &Config, reader: &mut ValueReader) {
     let mut found = Findings { reader };
     check_ports(config, &mut found);
@@ -155,7 +156,7 @@ fn check_localfile(config: &Config, found: &mut Findings) {
         found.refuse(key, "(absent)", "is required with a coordinator_quorum: one directory per disk");
     }
     if paths.is_empty() {
-        found.refuse(key, "[]", "must be at least one directory for store_type MEMORY_LOCALFILE");
+        found.refuse(key, "[]", "must be at least one directory for a store_type with LOCALFILE");
     }
     for (at, path) in paths.iter().enumerate() {
         if path == Path::new("/") {
@@ -182,7 +183,7 @@ fn check_memory(config: &Config, found: &mut Findings) {
     if bound <= promised {
         return;
     }
-    let (real, part) = (config.real_parts(), config.parts());
+    let (real, part) = (config.configured_parts(), config.default_parts());
     let kinds = [
         ("memory_store.heap_capacity", real.heap, part.heap),
         ("memory_store.read_buffer_capacity", real.reads, part.reads),
@@ -296,7 +297,7 @@ fn check_backing(config: &Config, found: &mut Findings) {
 /// Returns the allowed store types if this build does not support `store_type`.
 fn allowed_without(store_type: StoreType, has_hdfs: bool) -> Option<&'static str> {
     let lacks = store_type.has_hdfs() && !has_hdfs;
-    lacks.then_some("must be MEMORY or MEMORY_LOCALFILE; this build has no HDFS (feature `hdfs`)")
+    lacks.then_some("must be a store type without HDFS; this build has no HDFS (feature `hdfs`)")
 }
 
 fn check_hdfs(config: &Config, found: &mut Findings) {

@@ -2,7 +2,7 @@
 //!
 //! Modules declare their own keys ([`crate::schema`]). This module combines the sections and checks
 //! them against each other. A test generates their documentation. All problems are reported at
-//! once, each with key, value and allowed values. Nothing here starts, opens or binds anything.
+//! once, each with key, value and allowed values.
 //!
 //! Invariant: the result of [`Config::load`] and [`Config::parse`] needs no further checks, except
 //! against the limits of the system ([`Config::fit`]).

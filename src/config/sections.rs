@@ -1,7 +1,7 @@
 //! Combines the sections of all modules, and derives settings that depend on several sections.
 //!
-//! Invariant: `Config::follow` must run after every change of a section, or derived settings are
-//! outdated.
+//! Invariant: `Config::follow` must run after every change of a value that it reads, or derived
+//! settings are outdated.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -145,10 +145,10 @@ impl Config {
 
         let configured =
             ConfiguredConnections { grpc: self.grpc.connections_wanted, tcp: self.tcp.connections_wanted };
-        let limits = self.parts().limits(self.encrypts_grpc(), configured);
+        let limits = self.default_parts().limits(self.encrypts_grpc(), configured);
         self.grpc.connections_max = limits.grpc_connections;
         self.grpc.stream_budget = self.grpc.streams_wanted.unwrap_or(limits.grpc_requests);
-        self.grpc.window_budget_bytes = self.grpc.windows_wanted.unwrap_or(self.parts().windows);
+        self.grpc.window_budget_bytes = self.grpc.windows_wanted.unwrap_or(self.default_parts().windows);
         self.tcp.connections_max = limits.tcp_connections;
         self.tcp.requests_total = limits.tcp_requests;
         self.grpc.traces = traces;
@@ -163,12 +163,12 @@ impl Config {
     }
 
     /// Returns the default limits per kind of memory besides the capacity.
-    pub(super) fn parts(&self) -> MemoryParts {
+    pub(super) fn default_parts(&self) -> MemoryParts {
         divide(self.memory.capacity_bytes, self.worker.threads)
     }
 
     /// Returns the configured limits per kind of memory besides the capacity.
-    pub(super) fn real_parts(&self) -> MemoryParts {
+    pub(super) fn configured_parts(&self) -> MemoryParts {
         let (memory, grpc) = (&self.memory, &self.grpc);
         let limits = ConnectionLimits {
             grpc_connections: grpc.connections_max,
@@ -178,7 +178,7 @@ impl Config {
         };
         let (heap, reads, windows) =
             (memory.heap_bytes, memory.read_capacity_bytes, grpc.window_budget_bytes);
-        let parts = self.parts().with(heap, reads, windows, limits, self.encrypts_grpc());
+        let parts = self.default_parts().with(heap, reads, windows, limits, self.encrypts_grpc());
         // The base already includes an index cache of the default size.
         let more_cache = self.local.index_cache_bytes.saturating_sub(INDEX_CACHE_BYTES);
         MemoryParts { base: parts.base.saturating_add(more_cache), ..parts }
@@ -187,7 +187,7 @@ impl Config {
     /// Returns the upper bound of the resident memory of the process.
     #[must_use]
     pub fn resident_bytes_max(&self) -> u64 {
-        self.memory.capacity_bytes.saturating_add(self.real_parts().sum())
+        self.memory.capacity_bytes.saturating_add(self.configured_parts().sum())
     }
 
     fn encrypts_grpc(&self) -> bool {

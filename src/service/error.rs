@@ -134,10 +134,10 @@ pub enum ServiceError {
     /// The node's state does not allow the request.
     #[error("{0}")]
     WrongState(&'static str),
-    /// No read memory was granted in time.
+    /// No read memory, or no permit to read, was granted in time.
     #[error("read memory is full: {requested} bytes were not granted within {waited_ms} ms")]
     NoReadMemory {
-        /// Requested bytes.
+        /// Requested bytes, or 0 if a permit was missing.
         requested: u64,
         /// Waiting time.
         waited_ms: u64,

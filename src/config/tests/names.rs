@@ -1,10 +1,10 @@
-//! Keys that are misspelt, belong to older servers, or are in the wrong table.
+//! Names of keys: aliases, misspellings, wrong tables, duplicates, and all keys of riffle.
 
 use super::{ConfigError, only_problem, parse};
 use crate::compat::NO_EFFECT;
 
 #[test]
-fn aliases_of_older_servers_are_read() {
+fn aliases_of_keys_are_read() {
     let text = "[metrics]\nhttp_port = 7\n[localfile_store]\nmin_number_of_available_disks = 1";
     let config = parse(text).unwrap();
     assert_eq!((config.worker.http_port, config.local.min_disks), (7, 1));

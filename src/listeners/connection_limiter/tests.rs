@@ -107,12 +107,12 @@ async fn connection_is_not_idle_during_a_pause() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn eviction_order_is_unstarted_idle_then_busy() {
+async fn opening_then_unused_connections_are_evicted() {
     let limiter = ConnectionLimiter::new(3);
-    let (busy, idle, opening) = (take(&limiter).0, take(&limiter).0, take(&limiter).0);
-    busy.state().opened();
-    let request = busy.state().request();
-    idle.state().opened();
+    let (used, unused, opening) = (take(&limiter).0, take(&limiter).0, take(&limiter).0);
+    used.state().opened();
+    let request = used.state().request();
+    unused.state().opened();
     advance(Duration::from_secs(9)).await;
     opening.state().progressed();
     let (first, closed) = take(&limiter);
@@ -122,7 +122,7 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     first.state().progressed();
     let (second, closed) = take(&limiter);
     assert_eq!(
-        (closed, is_closed(&idle), is_closed(&first)),
+        (closed, is_closed(&unused), is_closed(&first)),
         (Some(ConnectionActivity::Unused), true, false)
     );
     second.state().opened();
@@ -130,13 +130,13 @@ async fn eviction_order_is_unstarted_idle_then_busy() {
     advance(Duration::from_secs(1)).await;
     second.state().progressed();
     let (third, closed) = limiter.take(PEER, closing().0);
-    let unused = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
+    let expected = Some((ConnectionActivity::Unused, Duration::from_secs(1)));
     assert_eq!(
         (closed, is_closed(&first)),
-        (unused, true),
+        (expected, true),
         "expected the idle time of the evicted connection"
     );
-    drop((busy, idle, opening, first, second, third));
+    drop((used, unused, opening, first, second, third));
     assert!(limiter.table.lock().open.is_empty());
     assert_eq!(take(&limiter).1, None);
 }

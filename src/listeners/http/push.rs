@@ -132,7 +132,7 @@ metrics::table! {
     }
 }
 
-/// Pushes metrics until its tasks are cancelled.
+/// Pushes metrics until its tasks are cancelled, then deletes the group or pushes once more.
 #[derive(Debug)]
 pub struct Pusher {
     gateway: PushgatewayUrl,

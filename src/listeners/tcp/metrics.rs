@@ -83,7 +83,7 @@ impl RequestMetrics {
         InProgress { metrics: Arc::clone(self), _gauges: gauges }
     }
 
-    /// Returns the time from the client's timestamp to the last byte of the request.
+    /// Returns the metric of the time from the client's timestamp to the last byte of the request.
     pub(super) fn transit(&self) -> &TransitTimes {
         &self.java.transit
     }

@@ -126,7 +126,7 @@ metrics::table! {
         successes: IntCounterVec["storage_host"] =
             "storage_success_write_remote", "Batches written to a remote store";
         failing: IntGaugeVec["storage_host"] = "remote_storage_is_failing",
-            "Availability of a remote store: 1 while its latest calls failed";
+            "1 while the latest calls to the remote store failed";
         deletions_failed: IntCounterVec["storage_host"] = "total_remote_storage_deletion_failed",
             "Directories of a remote store that could not be deleted";
         used_bytes: IntCounter = "total_hdfs_used", "Payload bytes written to all remote stores";

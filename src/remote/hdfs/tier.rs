@@ -61,8 +61,7 @@ impl Tier for HdfsStore {
     }
 
     fn state(&self) -> TierState {
-        let complaint =
-            self.all_failing().then_some("all remote stores fail, and memory has no other tier below it");
+        let complaint = self.all_failing().then_some("all remote stores fail");
         TierState { complaint, hdfs: Some(HdfsStore::state(self)), ..TierState::default() }
     }
 

@@ -2,8 +2,8 @@
 //!
 //! [`snapshot`] takes the worker's figures for the status page, and [`report`] renders them for
 //! coordinators. [`health`] judges the state of the tiers. [`cluster`] renders the nodes that the
-//! embedded coordinator knows. Nothing here changes the worker's state, except that [`health`]
-//! marks it unhealthy.
+//! embedded coordinator knows. Only [`health`] changes anything: whether the worker is unhealthy,
+//! and whether it is without room.
 
 pub(super) mod cluster;
 pub(super) mod health;

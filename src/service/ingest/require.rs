@@ -125,7 +125,8 @@ impl Ingest {
         self.grant(ticket_request, ticket)
     }
 
-    /// Checks everything except for free memory.
+    /// Checks everything except for free memory. Counts splits and refusals, and may flush the
+    /// partition that must wait.
     fn check(&self, request: &RequireRequest<'_>) -> Result<TicketRequest, ServiceError> {
         let app = self.parts.app(request.app)?;
         if self.parts.status.is_stopping() {
@@ -208,7 +209,8 @@ impl Ingest {
         self.parts.metrics.require_buffer_refused_over_share.inc_by(u64::from(is_over_share));
     }
 
-    /// Returns the partitions to be split, if all partitions may take the requested bytes.
+    /// Returns the partitions to be split, if all partitions may take the requested bytes. Counts
+    /// splits and refusals, and may flush the partition that must wait.
     fn check_partitions(&self, app: &App, request: &RequireRequest<'_>) -> Result<Vec<i32>, ServiceError> {
         let mut split = Vec::new();
         let limits = self.partition_limits();

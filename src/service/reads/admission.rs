@@ -89,7 +89,8 @@ async fn within<T>(wait: Duration, permit: impl Future<Output = T>) -> Result<T,
     timeout(wait, permit).await.map_err(|_| no_read_memory(0, wait))
 }
 
-/// Returns the refusal of a read that did not get `requested` bytes of read memory in time.
+/// Returns the refusal of a read that did not get `requested` bytes of read memory in time, or no
+/// permit if `requested` is 0.
 pub(super) fn no_read_memory(requested: u64, wait: Duration) -> ServiceError {
     ServiceError::NoReadMemory { requested, waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX) }
 }

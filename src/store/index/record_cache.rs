@@ -12,9 +12,9 @@ use parking_lot::Mutex;
 /// Memory of an entry besides its records: key, list links, table slot and the `Bytes` itself.
 const ENTRY_BYTES: u64 = 160;
 
-/// Maximum number of entries that one call removes, because released extents are dropped on a
-/// runtime thread. Incarnations are not reused, so the remaining entries are never looked up again.
-/// They become the least recently used and are evicted.
+/// Maximum number of entries that one call removes, because it may run on a runtime thread. Only
+/// calls for purged shuffles pass more keys. Incarnations are not reused, so the remaining entries
+/// are never looked up again. They become the least recently used and are evicted.
 const REMOVALS_PER_CALL_MAX: usize = 16 << 10;
 
 /// Key of an extent's records.

@@ -48,7 +48,8 @@ pub(in crate::store) struct Claim {
     /// True if the claim in the store has the line [`DRAINED`]. `None` after a write with an
     /// unknown result.
     is_drained: Mutex<Option<bool>>,
-    /// Holder of the prefix, if this process has lost it.
+    /// Holder of the prefix, once [`Claim::require`] has found the claim of another process. It is
+    /// never cleared.
     lost: OnceLock<String>,
 }
 

@@ -50,6 +50,6 @@ metrics::table! {
             "Shuffles and applications whose objects could not be deleted";
         stored_bytes: IntGauge = "object_stored_bytes", "Bytes of data objects of registered shuffles";
         failing: IntGauge = "object_store_is_failing",
-            "Availability of the object store: 1 while its latest calls failed";
+            "1 while the latest calls to the object store failed";
     }
 }

@@ -26,7 +26,8 @@ fn reads() -> Vec<u8> {
     (0..REQUESTS).map(read).collect::<Vec<_>>().concat()
 }
 
-/// Only the shares of connections and applications bound these responses.
+/// The write timeout and the limit of requests have no effect here: only the shares of connections
+/// and applications bound these responses.
 #[tokio::test]
 async fn unread_responses_of_many_connections_delay_no_other_reader() {
     let config = TcpConfig {
@@ -50,6 +51,7 @@ async fn unread_responses_of_many_connections_delay_no_other_reader() {
         peer.say(&reads()).await;
         peers.push(peer);
     }
+    // Two peers have at most 1,024 requests, so all three hold some.
     let is_held = |fixture: &TcpFixture| fixture.metric("urpc_request_number") > 1024.0;
     fixture.until("more than 1,024 requests are held", is_held).await;
     for key in [&other, &key()].repeat(8) {

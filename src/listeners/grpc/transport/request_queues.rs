@@ -1,10 +1,11 @@
-//! Wait queues for requests of all connections. A large request waits for admission before its
-//! remaining bytes are read, fair by application. All charged requests wait for heap. Charges are
-//! in `request_collector`.
+//! Limits on waiting requests of a listener. A large request waits here for admission before its
+//! remaining bytes are read, fair by application. A request that finds the heap full needs a permit
+//! from here to wait. `request_collector` charges, waits, and decides which requests are large.
 //!
-//! Invariants: admitted large requests use at most a part of the budget, so that heap is left for
-//! decoded messages and admitted requests complete. Uncharged bytes of waiting requests are
-//! bounded. A waiter that is dropped returns its permits.
+//! Invariants: admitted large requests count for at most a part of the budget, which leaves heap
+//! for their decoded messages. A request counts for at most half of that part, even if it is
+//! larger. Uncharged bytes of waiting requests are bounded. A waiter that is dropped returns its
+//! permits.
 
 use std::sync::Arc;
 

@@ -147,6 +147,7 @@ async fn try_out(
         return Err(StoreError::remote(StoreErrorKind::NotMounted, disk.root(), why));
     }
     match content? {
+        // `claim::examine` has refused these.
         Content::Foreign | Content::Outdated | Content::OtherFormat | Content::Unclaimed(_) => return Ok(()),
         // The disk may not be mounted, or an empty one may have replaced it.
         Content::Nothing if is_unhealthy => return Ok(()),

@@ -110,7 +110,8 @@ impl Identity {
 }
 
 /// Derives the identity from the newest epoch recorded in the directory. It is one of the voters of
-/// that epoch, and none of `others`, whose claims are readable.
+/// that epoch, but none that may recover alone, because these were absent and did not record it. It
+/// is none of `others`, whose claims are readable.
 pub(super) fn identity(path: &str, epoch: Option<&Epoch>, others: &[Uuid]) -> Identity {
     let Some(epoch) = epoch else { return Identity::Unknown };
     let here = epoch.voters().into_iter().filter(|member| !member.may_recover_alone);

@@ -39,7 +39,7 @@ async fn failed_reads_of_offloads_mark_nothing_suspect() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn damaged_block_found_by_an_offload_is_omitted() {
+async fn damaged_block_found_by_an_offload_is_a_hole() {
     let (disks, store, key, handle) = two_disks_with_blocks(1).await;
     for disk in &disks {
         let files =

@@ -1,7 +1,7 @@
 //! Pool of idle connections to the store.
 //!
 //! Invariant: an open connection is either in the pool or used by one request. It returns to the
-//! pool only after the whole response was read.
+//! pool only after the whole response was read; otherwise the next request would wait for it.
 
 use hyper::client::conn::http1::SendRequest;
 use object_store::client::HttpRequestBody;
