@@ -135,7 +135,7 @@ pub enum ServiceError {
     #[error("{0}")]
     WrongState(&'static str),
     /// No read memory, or no permit to read, was granted in time.
-    #[error("read memory is full: {requested} bytes were not granted within {waited_ms} ms")]
+    #[error("read memory or permits to read are used up: waited {waited_ms} ms for {requested} bytes")]
     NoReadMemory {
         /// Requested bytes, or 0 if a permit was missing.
         requested: u64,

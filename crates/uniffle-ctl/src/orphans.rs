@@ -1,8 +1,9 @@
 //! Objects that departed workers left in the object store: listing and removal.
 //!
 //! One worker with an object store performs the calls with its credentials. Workers count as live
-//! if a coordinator knows them or the command line names them. Only objects that belong to no live
-//! worker and are old enough are removed, or those of explicitly named workers.
+//! if a coordinator knows them or the command line names them. Without ids, only old objects of
+//! workers that are not live are removed. With ids, all objects of these workers are removed, even
+//! if they live; the worker that performs the calls refuses to remove its own.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

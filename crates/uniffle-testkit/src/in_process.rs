@@ -123,7 +123,7 @@ impl InProcess {
         Ok(results.bitmap)
     }
 
-    /// Reads memory until it is empty, then the index once, then the wanted data.
+    /// Reads memory up to its end, then the index once, then the wanted data.
     async fn try_read(
         &self,
         key: &ShuffleKey,

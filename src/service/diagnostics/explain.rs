@@ -90,9 +90,9 @@ pub struct StageView {
     pub bytes: u64,
     /// Sum of all durations.
     pub total_seconds: f64,
-    /// Median duration (to a factor of two).
+    /// Median duration, to a factor of two. Longer ones than 67 s count as 67 s.
     pub median_seconds: f64,
-    /// 99th percentile of the durations (to a factor of two).
+    /// 99th percentile of the durations, with the same limits.
     pub p99_seconds: f64,
     pub longest_seconds: f64,
 }

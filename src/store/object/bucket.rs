@@ -136,8 +136,7 @@ impl Bucket {
 
     /// Records whether the store has all data of the local disks (`is_drained`), for a start with
     /// empty disks. Does nothing while the disks receive data, because the store has no such record
-    /// then.
-    /// Sends no request if the state is already recorded.
+    /// then. Sends no request if the state is already recorded.
     ///
     /// # Errors
     /// The store does not answer or refuses, or another process has the prefix.

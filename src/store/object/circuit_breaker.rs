@@ -133,7 +133,7 @@ mod tests {
     async fn circuit_breaker_pauses_writes_of_failing_store() {
         let breaker = CircuitBreaker::default();
         breaker.note(&failure(StoreErrorKind::NotFound));
-        assert!(!breaker.is_failing(), "a refusal by the store must not count as failure");
+        assert!(!breaker.is_failing(), "a missing object must not count as failure");
         for pause in [1, 2, 4, 8, 15, 15] {
             breaker.note(&failure(StoreErrorKind::Unreachable));
             breaker.note(&failure(StoreErrorKind::Unreachable));

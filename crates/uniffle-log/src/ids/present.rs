@@ -10,7 +10,7 @@ use super::id_set::IdSet;
 use uniffle_base::budget::{Budget, Charge};
 use uniffle_wire::types::PartitionId;
 
-/// Maximum heap of an id in a set.
+/// Heap reserved per id. What a set takes beyond it is charged afterwards.
 const ID_BYTES: u64 = 8;
 
 /// Ids of one partition, charged as they are added.

@@ -76,7 +76,7 @@ pub(super) struct BlockList {
     ids: HashTable<u32>,
     hasher: DefaultHashBuilder,
     pub(crate) chain: Chain,
-    /// Blocks committed after their chain was sealed, by ascending record. They hold their slices
+    /// Blocks whose bytes are not in this list's chain, by ascending record. They hold their slices
     /// themselves.
     strays: Vec<(u32, SmallVec<[Slice; 2]>)>,
     bytes: u64,

@@ -60,8 +60,8 @@ impl Region {
 pub struct Segment {
     piece: Arc<RegionPiece>,
     cursor: usize,
-    /// Frozen ranges, ascending and never adjacent. It is a single range when nothing was aborted
-    /// and nothing is late.
+    /// Frozen ranges, ascending and never adjacent. A single one if each range that was handed out
+    /// was frozen and absorbed.
     pub(super) frozen: SmallVec<[Range<usize>; 1]>,
 }
 

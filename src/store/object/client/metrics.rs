@@ -67,7 +67,8 @@ impl Reason {
         }
     }
 
-    /// Returns the reason for which a response with `status` failed, or `None` for a success.
+    /// Returns the reason for which a response with `status` failed, or `None` for a success or a
+    /// missing object.
     pub(super) fn of(status: http::StatusCode) -> Option<Self> {
         match status.as_u16() {
             404 | ..400 => None,

@@ -5,9 +5,9 @@
 //! module limits and counts them, limits responses, reuses connections, and reads credentials from
 //! a file.
 //!
-//! Invariant: every request ends within its deadlines, with a response or an error, and a dropped
-//! request ends at once. No task and no connection outlives the [`Client`], its stores and their
-//! responses.
+//! Invariant: a request with a permit ends within its deadlines, with a response or an error,
+//! unless its reader pauses. A dropped request ends at once. No task and no connection outlives
+//! the [`Client`], its stores and their responses.
 
 mod answer;
 mod connect;
