@@ -67,7 +67,7 @@ const REMOTE_SETTINGS_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of ranges of one registration. The registry bounds their union with earlier ones.
 const RANGES_SENT_MAX: usize = 1 << 18;
 
-/// Number of ranges above which a registration is sorted and encoded on a blocking thread.
+/// Number of ranges above which those of a registration are merged on a blocking thread.
 const INLINE_RANGES_MAX: usize = 4096;
 
 /// Storage for decommissioning and tags, which outlives the process.
@@ -177,6 +177,7 @@ impl Lifecycle {
             sent_properties: !request.properties.is_empty(),
             heartbeat_timeout: wanted_timeout(&request.properties),
             properties: bounded_properties(request.properties),
+            // An HDFS client keeps its settings twice: in its key and in its connection.
             other_modules_bytes: wanted_storage.map_or(0, |storage| 2 * remote_bytes(storage) as u64),
             from: request.from,
         };
@@ -373,9 +374,9 @@ impl Lifecycle {
     }
 
     /// Removes the state from memory and every tier, and leaves slow deletions to tasks. Runs under
-    /// the registry's lock. The removal time is measured until the data that this worker serves is
-    /// gone. The memory is freed when the returned values are dropped, which must happen after the
-    /// lock is released.
+    /// the registry's lock, except at a restore for a shuffle without a registration. The removal
+    /// time is measured until the data that this worker serves is gone. The memory is freed when
+    /// the returned values are dropped, which must happen after the lock is released.
     pub(super) fn purge_state(&self, app: &AppId, keys: &[ShuffleKey], purge: Purge) -> Vec<PurgedBuffers> {
         let removal = match purge {
             Purge::Shuffles => &self.parts.metrics.shuffle_removal,

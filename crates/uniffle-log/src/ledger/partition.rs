@@ -34,9 +34,9 @@ pub enum LedgerPhase {
     Known,
     /// The present blocks are being determined.
     Verifying,
-    /// The present blocks are known, and none is lost.
+    /// No block is being verified, and none is lost.
     Complete,
-    /// The present blocks are known, and some are lost.
+    /// No block is being verified, and some are lost.
     Lossy,
 }
 
@@ -155,8 +155,8 @@ impl Ledger {
     }
 
     /// Marks sorted acknowledged blocks as unverified, or all blocks if `ids` is `None` or there is
-    /// no heap for them. Returns true if the caller has to scan. Returns false if another caller is
-    /// scanning, which also decides about these blocks.
+    /// no heap for them. Returns true if the caller has to scan. Returns false if another caller
+    /// scans, or will repeat a failed scan, which also decides about these blocks.
     pub fn mark_unverified(&mut self, ids: Option<&[u64]>) -> bool {
         let is_first = self.verifying.is_none();
         let heap = &self.heap;
