@@ -19,14 +19,15 @@ use std::sync::LazyLock;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser, Subcommand};
+use nix::sys::signal::Signal;
 use tokio::sync::mpsc;
 use uniffle_profile::heap;
 use uniffle_worker::build::{Build, last_commit};
 use uniffle_worker::config::{self, Config, LimitsTooLow, Machine, SystemLimits};
 use uniffle_worker::runtime::probe_threads;
 use uniffle_worker::server::{
-    Command, ConfigOrigin, Environment, Inherited, RunOutcome, Signals, Successor, hold_upgrade_signal,
-    take_upgrade_signal,
+    Command, ConfigOrigin, Environment, Inherited, RunOutcome, Signals, Successor, hold_signals,
+    release_signals, release_signals_for_old_successor, send_stop_to_successor,
 };
 #[cfg(feature = "otlp")]
 use uniffle_worker::telemetry::otlp::{self, Export};
@@ -61,6 +62,12 @@ struct CommandLine {
 
     #[command(subcommand)]
     other: Option<OtherCommand>,
+}
+
+impl CommandLine {
+    fn runs_worker(&self) -> bool {
+        self.other.is_none() && !self.check && !self.print_config
+    }
 }
 
 /// Subcommands besides running a worker.
@@ -103,8 +110,11 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|first| first == uniffle_profile::SUBCOMMAND) {
         return name_functions();
     }
-    hold_upgrade_signal();
+    hold_signals();
     let command_line = CommandLine::parse();
+    if !command_line.runs_worker() {
+        release_signals();
+    }
     if let Some(other) = &command_line.other {
         return run_other(other);
     }
@@ -334,14 +344,17 @@ fn run(config: &Config, origin: ConfigOrigin, mut inherited: Inherited) -> anyho
         // After a graceful stop only hung disk calls can be left, and the process does not wait for
         // them.
         runtime.shutdown_background();
-        let (successor, sockets) = match ended? {
-            RunOutcome::Upgrade { successor, sockets } => (successor, sockets),
+        let (successor, sockets, takes_signals) = match ended? {
+            RunOutcome::Upgrade { successor, sockets, takes_signals } => (successor, sockets, takes_signals),
             RunOutcome::Stop { has_lost: true } => return Ok(ExitCode::from(LOST)),
             RunOutcome::Stop { has_lost: false } => return Ok(ExitCode::SUCCESS),
         };
         telemetry.flush();
-        hold_upgrade_signal();
+        if !takes_signals {
+            release_signals_for_old_successor();
+        }
         let (error, sockets) = successor.exec(*sockets);
+        hold_signals();
         tracing::error!(%error, "cannot execute the successor; continuing with this program");
         inherited = sockets;
     }
@@ -355,8 +368,7 @@ async fn serve(
     inherited: Inherited,
 ) -> anyhow::Result<RunOutcome> {
     // Installed before anything is opened, so that a signal during start-up also stops gracefully.
-    let mut signals = Signals::listen().context("cannot listen for signals")?;
-    take_upgrade_signal();
+    let signals = Signals::listen().context("cannot listen for signals")?;
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
     let forced_stop = environment.forced_stop.clone();
     let (mut commands, received) = CommandQueue::new();
@@ -364,22 +376,27 @@ async fn serve(
     loop {
         let signal = tokio::select! {
             ended = &mut server => return match ended {
-                // Memory intended for the successor may be lost with the process.
-                Ok(RunOutcome::Upgrade { .. }) if commands.is_stopping() => Ok(RunOutcome::Stop { has_lost: forced_stop.end() }),
+                Ok(RunOutcome::Upgrade { takes_signals, .. }) if commands.is_stopping() => {
+                    // Memory intended for the successor would be lost with this process.
+                    if takes_signals && send_stop_to_successor().is_ok() {
+                        return ended;
+                    }
+                    Ok(RunOutcome::Stop { has_lost: forced_stop.end() })
+                }
                 ended => ended,
             },
-            signal = signals.next() => signal,
+            signal = signals.next() => signal.context("cannot read signals")?,
         };
         match signal {
-            "SIGUSR2" | "SIGHUP" if commands.is_stopping() => {}
-            "SIGHUP" => commands.push(Command::Reload),
-            "SIGUSR2" => commands.push(Command::Upgrade(successor.clone())),
-            name if commands.is_stopping() => match forced_stop.end() {
+            Signal::SIGUSR2 | Signal::SIGHUP if commands.is_stopping() => {}
+            Signal::SIGHUP => commands.push(Command::Reload),
+            Signal::SIGUSR2 => commands.push(Command::Upgrade(successor.clone())),
+            _ if commands.is_stopping() => match forced_stop.end() {
                 true => return Ok(RunOutcome::Stop { has_lost: true }),
-                false => anyhow::bail!("{name} during shutdown; exiting without waiting any longer"),
+                false => anyhow::bail!("{signal} during shutdown; exiting without waiting any longer"),
             },
-            name => {
-                tracing::info!(signal = name, "stopping");
+            _ => {
+                tracing::info!(signal = signal.as_str(), "stopping");
                 commands.stop();
             }
         }

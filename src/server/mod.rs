@@ -35,7 +35,9 @@ use self::settings::runtime_state::StateWriter;
 use self::upgrade::{RefusedBy, UpgradeMetrics};
 
 pub use self::metrics::metric_descriptions;
-pub use self::process::signals::{Signals, hold_upgrade_signal, take_upgrade_signal};
+pub use self::process::signals::{
+    Signals, hold_signals, release_signals, release_signals_for_old_successor, send_stop_to_successor,
+};
 pub use self::process::{RunOutcome, run};
 pub use self::settings::reload::{ConfigOrigin, ReloadOutcome};
 pub use self::sockets::{Addresses, Inherited};

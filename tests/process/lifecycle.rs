@@ -15,6 +15,7 @@ use uniffle_client::tcp::TcpClient;
 use uniffle_wire::types::PartitionId;
 use uniffle_worker::runtime::Tasks;
 
+use crate::kept_memory::{MEMFD, NEVER_FLUSHED};
 use crate::writes::{Written, client_of, key, local};
 use uniffle_testkit::ports::InheritedPort;
 use uniffle_testkit::wait_until;
@@ -330,6 +331,42 @@ async fn upgrade_signals_never_kill_a_starting_program() {
     };
     tokio::time::timeout(UPGRADES_DEADLINE, calm).await.expect("the last upgrade did not end");
     worker.assert_no_error_logged();
+    block_in_place(|| worker.stop());
+}
+
+/// SIGTERM between two programs: the successor is a script that signals itself before it executes
+/// the worker.
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_signal_at_exec_reaches_the_successor() {
+    let dir = tempfile::tempdir().unwrap();
+    let binary = dir.path().join("worker");
+    let program = env!("CARGO_BIN_EXE_uniffle-worker");
+    std::fs::copy(program, &binary).unwrap();
+    let setup = Setup {
+        name: "stop-at-exec",
+        binary: Some(binary.clone()),
+        memory: MEMFD,
+        tables: NEVER_FLUSHED,
+        ..Setup::default()
+    };
+    let mut worker = WorkerProcess::start(&setup);
+    let client = client_of(&worker).await;
+    let mut written = Written::register(&client, key("app", 0), 5).await;
+    written.task(&client, 0, 1000).await.unwrap();
+    drop(client);
+    script(
+        &binary,
+        &format!(
+            "#!/bin/sh\ncase \"$*\" in *--check*) ;; *) kill -s TERM $$; kill -s HUP $$ ;; esac\nexec '{program}' \"$@\"\n"
+        ),
+    );
+    worker.begin_upgrade();
+    assert_eq!(block_in_place(|| worker.wait_end()).code(), Some(0), "{}", worker.log());
+    assert!(worker.log().contains("stopping signal=\"SIGTERM\""), "{}", worker.log());
+    std::fs::remove_file(&binary).unwrap();
+    std::fs::copy(program, &binary).unwrap();
+    block_in_place(|| worker.start_again());
+    written.assert_readable(&client_of(&worker).await).await;
     block_in_place(|| worker.stop());
 }
 

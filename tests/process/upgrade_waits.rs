@@ -355,6 +355,40 @@ async fn send_received_during_upgrade_is_stored_once() {
     block_in_place(|| worker.stop());
 }
 
+/// SIGTERM while the worker waits for a half received send before it executes its successor.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_during_hand_over_keeps_memory() {
+    let setup = Setup { name: "stop at hand-over", memory: MEMFD, tables: NEVER_FLUSHED, ..Setup::default() };
+    let mut worker = block_in_place(|| WorkerProcess::start(&setup));
+    let client = client_of(&worker).await;
+    let key = key("app", 0);
+    client.register(&key, &[(0, 0)]).await.unwrap();
+    let generator = BlockGenerator::new(7, LAYOUT);
+    let block = |at| generator.block(PartitionId(0), TaskAttemptId(1), at, BLOCK_BYTES);
+    let batch = [(PartitionId(0), (0..1024).map(block).collect::<Vec<_>>())];
+    let mut socket = TcpStream::connect(local(worker.ready().urpc_port.unwrap())).await.unwrap();
+    let ticket = client.require_buffer(&key, &batch).await.unwrap();
+    let frame = large_send(&key, ticket.0, &batch);
+    let (half, rest) = frame.split_at(frame.len() / 2);
+    socket.write_all(half).await.unwrap();
+    worker.begin_upgrade();
+    block_in_place(|| worker.wait_log("handing over memory"));
+    worker.signal(rustix::process::Signal::TERM);
+    block_in_place(|| worker.wait_log("stopping signal=\"SIGTERM\""));
+    socket.write_all(rest).await.unwrap();
+    let reply = read_reply(&mut socket).await.unwrap();
+    assert_eq!(reply.status, StatusCode::Success as i32, "{}", reply.message);
+    drop((client, socket));
+    assert_eq!(block_in_place(|| worker.wait_end()).code(), Some(0), "{}", worker.log());
+    block_in_place(|| worker.start_again());
+    let client = client_of(&worker).await;
+    let read = client.read_partition(&key, PartitionId(0), &Default::default()).await.unwrap();
+    let blocks: BTreeMap<_, _> = batch[0].1.iter().map(|it| (it.meta.block_id, it.data.clone())).collect();
+    assert!(read.blocks == blocks, "{} blocks were read of {}", read.blocks.len(), blocks.len());
+    client.unregister_app("app").await.unwrap();
+    block_in_place(|| worker.stop());
+}
+
 /// Asserts that the blocks of `batch` are in memory, byte for byte, and no others.
 async fn assert_holds(worker: &WorkerProcess, client: &ShuffleClient, key: &ShuffleKey, batch: &Batch) {
     let read = client.read_partition(key, PartitionId(0), &Default::default()).await.unwrap();

@@ -40,6 +40,8 @@ pub enum RunOutcome {
         successor: Successor,
         /// Sockets of this process, for the successor.
         sockets: Box<Inherited>,
+        /// True if the successor handles signals that are pending at `exec`.
+        takes_signals: bool,
     },
 }
 
@@ -98,7 +100,10 @@ async fn run_worker(
             Some(Command::Stop) | None => break,
         };
         match prepare(&worker, &successor, config, &mut commands).await {
-            Preparation::HandOver(memory) => return Ok(hand_over(worker, successor, memory).await),
+            Preparation::HandOver { memory, takes_signals } => {
+                let sockets = Box::new(hand_over(worker, memory).await);
+                return Ok(RunOutcome::Upgrade { successor, sockets, takes_signals });
+            }
             Preparation::Resume => {
                 worker.resume();
                 notify::ready(&Inherited::default());
@@ -112,7 +117,8 @@ async fn run_worker(
     Ok(RunOutcome::Stop { has_lost })
 }
 
-async fn hand_over(worker: Worker, successor: Successor, memory: MemoryTreatment) -> RunOutcome {
+/// Ends the worker and returns its sockets for the successor.
+async fn hand_over(worker: Worker, memory: MemoryTreatment) -> Inherited {
     let (build, store) = (worker.identity.build, worker.service().tiers().find::<LocalStore>());
     let stopped = worker.hand_over(memory).await;
     let (tasks_left, unflushed) = (stopped.tasks_left, stopped.unflushed.len());
@@ -133,7 +139,7 @@ async fn hand_over(worker: Worker, successor: Successor, memory: MemoryTreatment
         sockets.hand_off = store.release_log().await;
     }
     tracing::info!(flushed_bytes = stopped.flushed_bytes, "stopped; the successor takes over");
-    RunOutcome::Upgrade { successor, sockets: Box::new(sockets) }
+    sockets
 }
 
 async fn next_command_or_stop(worker: &Worker, commands: &mut mpsc::Receiver<Command>) -> Option<Command> {

@@ -7,11 +7,14 @@
 
 use std::collections::HashSet;
 
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, Signal as SignalNumber, kill};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 use procfs::process::{Process, all_processes};
 use procfs::{ProcError, ProcResult};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, WaitOptions, waitpid};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::Duration;
 
@@ -26,58 +29,71 @@ const SCAN_INTERVAL: Duration = Duration::from_secs(60);
 /// An ended child, identified by process id and start time since ids are reused.
 type Zombie = (i32, u64);
 
-/// Blocks SIGUSR2, whose default action would end a process without a handler. The mask and a
-/// pending signal survive `exec`, so a signal sent between two programs of an upgrade is not lost.
-pub fn hold_upgrade_signal() {
-    // Fails only for an invalid set.
-    let _ = upgrade_signal().thread_block();
-}
-
-/// Unblocks SIGUSR2 on this thread alone. The runtime's threads have inherited the mask, so this
-/// thread receives the signal.
-pub fn take_upgrade_signal() {
-    let _ = upgrade_signal().thread_unblock();
-}
-
-fn upgrade_signal() -> SigSet {
-    SigSet::from_iter([nix::sys::signal::Signal::SIGUSR2])
-}
-
 /// Signals that stop or upgrade the worker, or reload its configuration.
+const HANDLED: [SignalNumber; 4] =
+    [SignalNumber::SIGTERM, SignalNumber::SIGINT, SignalNumber::SIGHUP, SignalNumber::SIGUSR2];
+
+/// Blocks the signals of [`Signals`] in this thread and in threads and programs started by it. A
+/// blocked signal stays pending across `exec`, so one sent between two programs of an upgrade is
+/// not lost.
+pub fn hold_signals() {
+    // Fails only for an invalid set.
+    let _ = SigSet::from_iter(HANDLED).thread_block();
+}
+
+/// Unblocks the signals of [`Signals`] in this thread.
+pub fn release_signals() {
+    let _ = SigSet::from_iter(HANDLED).thread_unblock();
+}
+
+/// Unblocks the signals that end a program before `exec` of a version that unblocks only SIGUSR2.
+pub fn release_signals_for_old_successor() {
+    let ends = HANDLED.into_iter().filter(|signal| *signal != SignalNumber::SIGUSR2);
+    let _ = SigSet::from_iter(ends).thread_unblock();
+}
+
+/// Sends SIGTERM to this process. It stays pending for the successor.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn send_stop_to_successor() -> std::io::Result<()> {
+    Ok(kill(nix::unistd::Pid::this(), SignalNumber::SIGTERM)?)
+}
+
+/// Reads signals that stop or upgrade the worker, or reload its configuration. They must be blocked
+/// in all threads ([`hold_signals`]).
 #[derive(Debug)]
 pub struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    upgrade: Signal,
-    reload: Signal,
+    pending: AsyncFd<SignalFd>,
     /// Never awaited. With a handler installed, a write beyond RLIMIT_FSIZE fails instead of ending
     /// the process.
     _file_size: Signal,
 }
 
 impl Signals {
-    /// Installs the handlers. Needs a runtime.
+    /// Opens the descriptor of pending signals. Needs a runtime.
     ///
     /// # Errors
-    /// If the kernel refuses a handler.
+    /// If the kernel refuses.
+    #[expect(deprecated, reason = "the new function is unsafe; a SignalFd does not change its descriptor")]
     pub fn listen() -> std::io::Result<Self> {
+        let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
+        let pending = SignalFd::with_flags(&SigSet::from_iter(HANDLED), flags)?;
         Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            upgrade: signal(SignalKind::user_defined2())?,
-            reload: signal(SignalKind::hangup())?,
-            _file_size: signal(SignalKind::from_raw(nix::sys::signal::Signal::SIGXFSZ as i32))?,
+            pending: AsyncFd::with_interest(pending, Interest::READABLE)?,
+            _file_size: signal(SignalKind::from_raw(SignalNumber::SIGXFSZ as i32))?,
         })
     }
 
-    /// Waits for the next signal and returns its name.
-    pub async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.upgrade.recv() => "SIGUSR2",
-            _ = self.reload.recv() => "SIGHUP",
-        }
+    /// Waits for the next signal and returns it. Cancel-safe: a signal is read only if it is
+    /// returned.
+    ///
+    /// # Errors
+    /// If the descriptor cannot be read.
+    pub async fn next(&self) -> std::io::Result<SignalNumber> {
+        let read = |pending: &SignalFd| pending.read_signal()?.ok_or(std::io::ErrorKind::WouldBlock.into());
+        let signal = self.pending.async_io(Interest::READABLE, read).await?;
+        Ok(SignalNumber::try_from(signal.ssi_signo.cast_signed())?)
     }
 }
 

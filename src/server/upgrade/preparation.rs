@@ -45,7 +45,11 @@ pub enum Command {
 /// Outcome of an upgrade request.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::server) enum Preparation {
-    HandOver(MemoryTreatment),
+    HandOver {
+        memory: MemoryTreatment,
+        /// See [`RehearsalReport::takes_signals`].
+        takes_signals: bool,
+    },
     Resume,
     Stop,
 }
@@ -60,7 +64,7 @@ pub(in crate::server) async fn prepare(
     let ready = async {
         notify::reloading();
         match run_steps(worker, successor, config).await {
-            Ok(memory) => Preparation::HandOver(memory),
+            Ok((memory, takes_signals)) => Preparation::HandOver { memory, takes_signals },
             Err(UpgradeRefusal { by, why }) => {
                 worker.note_refused_upgrade(by);
                 tracing::error!(by = by.as_str(), "upgrade refused; continuing as before: {why}");
@@ -85,12 +89,13 @@ pub(in crate::server) async fn prepare(
 }
 
 /// Runs the rehearsal of the successor while this worker serves as before. Then empties memory, or
-/// prepares its hand-over. A hung disk is not waited for: the upgrade is refused.
+/// prepares its hand-over. A hung disk is not waited for: the upgrade is refused. Also returns
+/// whether the successor handles pending signals.
 async fn run_steps(
     worker: &Worker,
     successor: &Successor,
     config: &Config,
-) -> Result<MemoryTreatment, UpgradeRefusal> {
+) -> Result<(MemoryTreatment, bool), UpgradeRefusal> {
     let facts = Facts::of(config, worker.addresses(), &worker.identity.server_id(), &disks_of(worker));
     if !facts.has_journal() {
         let why = format!(
@@ -106,7 +111,7 @@ async fn run_steps(
         let rehearsed = successor.rehearse(UPGRADE_FROM, facts.to_text()).await;
         rehearsed.map_err(|error| UpgradeRefusal { by: RefusedBy::Rehearsal, why: format!("{error:#}") })
     };
-    let ((), RehearsalReport { takes_memory, program }) =
+    let ((), RehearsalReport { takes_memory, takes_signals, program }) =
         tokio::try_join!(require_no_hung_thread(worker), rehearsed)?;
     if let Some(doubt) = worker.service().tiers().metadata().and_then(|tier| tier.successor_doubts()) {
         let why = format!("the successor would refuse results that this worker serves: {doubt}");
@@ -133,9 +138,9 @@ async fn run_steps(
     require_attached(worker).await?;
     if hands_memory_over {
         tracing::info!(%from, to, "upgrade: rehearsal succeeded; handing over memory");
-        return Ok(MemoryTreatment::HandOver);
+        return Ok((MemoryTreatment::HandOver, takes_signals));
     }
-    Ok(MemoryTreatment::Flush)
+    Ok((MemoryTreatment::Flush, takes_signals))
 }
 
 fn disks_of(worker: &Worker) -> Vec<DiskInfo> {

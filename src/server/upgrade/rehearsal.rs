@@ -27,6 +27,10 @@ pub const REHEARSED: &str = "rehearsed: the running worker may let go";
 /// flush is needed.
 pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
+/// Line printed before [`REHEARSED`]: signals pending at `exec` are handled. An earlier version would
+/// never unblock them.
+pub(super) const TAKES_SIGNALS: &str = "takes over pending signals";
+
 /// Start of the line that names the successor, printed before [`REHEARSED`].
 pub(super) const PROGRAM: &str = "program: ";
 
@@ -61,7 +65,7 @@ pub async fn rehearse(build: Build, config: &Config, facts: &str) -> Result<Stri
         return Err(problems);
     }
     let memory = if facts.leaves_memory_to(config) { format!("{TAKES_MEMORY}\n") } else { String::new() };
-    Ok(format!("{PROGRAM}{build}\n{memory}{REHEARSED}\n"))
+    Ok(format!("{PROGRAM}{build}\n{memory}{TAKES_SIGNALS}\n{REHEARSED}\n"))
 }
 
 /// Checks that the successor can open `memory_store.backing`. If the running worker has the same

@@ -22,7 +22,7 @@ use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::process::ChildStdout;
 
-use super::rehearsal::{PROGRAM, REHEARSED, TAKES_MEMORY};
+use super::rehearsal::{PROGRAM, REHEARSED, TAKES_MEMORY, TAKES_SIGNALS};
 use crate::log::HandOff;
 use crate::server::sockets::{GAP_BEGAN, HAND_OFF, Inherited, PREDECESSOR};
 
@@ -159,6 +159,8 @@ impl Successor {
 pub(super) struct RehearsalReport {
     /// True if it takes over the memory contents without a flush.
     pub(super) takes_memory: bool,
+    /// True if it handles signals that are pending at `exec`.
+    pub(super) takes_signals: bool,
     /// Version and commit, if the successor reports them.
     pub(in crate::server) program: Option<String>,
 }
@@ -180,6 +182,7 @@ async fn verdict(stdout: ChildStdout) -> RehearsalReport {
             return rehearsed;
         }
         rehearsed.takes_memory |= line == TAKES_MEMORY;
+        rehearsed.takes_signals |= line == TAKES_SIGNALS;
         if let Some(program) = line.strip_prefix(PROGRAM) {
             rehearsed.program = Some(program.to_owned());
         }
