@@ -274,19 +274,20 @@ impl Flusher {
         self.flush_these(candidates.iter());
     }
 
-    /// Flushes regardless of the watermarks until memory is empty, including data that arrives
-    /// meanwhile, or until `deadline`. Returns whether memory is empty. Not the operator's drain:
-    /// only a stop calls this.
+    /// Flushes regardless of the watermarks until memory has no flushable block, including blocks
+    /// that arrive meanwhile, or until `deadline`. Returns whether it has none. Not the operator's
+    /// drain: only a stop calls this.
     pub async fn drain(self: &Arc<Self>, deadline: Instant) -> bool {
         self.draining.send_replace(true);
         let emptied = loop {
-            if self.memory.block_count() == 0 && self.unfinished() == 0 {
+            let blocks = self.memory.flushable_blocks();
+            if blocks == 0 && self.unfinished() == 0 {
                 break true;
             }
             if Instant::now() >= deadline {
                 break false;
             }
-            if self.memory.block_count() > self.memory.in_flight_blocks() {
+            if blocks > self.memory.in_flight_blocks() {
                 self.walk(|flusher| flusher.flush_all()).await;
             }
             sleep(EMPTY_POLL_INTERVAL).await;

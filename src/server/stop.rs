@@ -228,7 +228,7 @@ impl Worker {
             tracing::warn!(tasks, "background tasks did not end in time");
         }
         let unflushed = match memory {
-            MemoryTreatment::Flush => self.memory.contents(),
+            MemoryTreatment::Flush => self.memory.contents_with_kept(),
             MemoryTreatment::HandOver => Vec::new(),
         };
         let has_lost = MemoryRetention::of(&self.memory).log_losses(&unflushed);
@@ -295,7 +295,7 @@ impl ForcedStop {
         if let Some(service) = service {
             service.ingest.refuse_sends();
         }
-        memory.is_some_and(|memory| MemoryRetention::of(&memory).log_losses(&memory.contents()))
+        memory.is_some_and(|memory| MemoryRetention::of(&memory).log_losses(&memory.contents_with_kept()))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use super::*;
+use crate::clock::Instant;
 use crate::log::{PartitionBlockIds, Record, RegistrationRecord, Report};
 use crate::memory::{Backing, Owner};
 use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
@@ -157,6 +158,22 @@ async fn memory_of_an_unreadable_shuffle_is_kept() {
     next.restore().await;
     let blocks = u64::from(PARTITIONS.unsigned_abs());
     assert_eq!(memory.finish_restore(), (blocks, blocks));
+    next.stop().await;
+}
+
+/// Regression test: a stop waited for its whole time, because kept blocks are never flushed.
+#[tokio::test]
+async fn drain_does_not_wait_for_kept_blocks() {
+    let memory = memory_of(left_in_memory());
+    let disk = left_on_disk(&[b"of a later version".to_vec()], 0).await;
+    let next = Next::on(&disk, &memory).await;
+    next.restore().await;
+    memory.finish_restore();
+    let blocks = u64::from(PARTITIONS.unsigned_abs());
+    assert_eq!((memory.block_count(), memory.contents()), (blocks, Vec::new()));
+    let kept = memory.contents_with_kept().remove(0);
+    assert_eq!((kept.shuffle, kept.blocks, kept.bytes), (key(), blocks, blocks * u64::from(BLOCK)));
+    assert!(next.service.flusher().unwrap().drain(Instant::now()).await, "kept blocks count as unflushed");
     next.stop().await;
 }
 

@@ -22,7 +22,7 @@ use crate::buffer::Buffer;
 use crate::buffer::shuffle::ShuffleBuffers;
 use crate::config::{MemoryConfig, region_size};
 use crate::region::parts::{on_threads, threads_for};
-use crate::{IsElsewhere, Memory, PersistentMemory};
+use crate::{InMemory, IsElsewhere, Memory, PersistentMemory};
 use uniffle_base::LogLimiter;
 use uniffle_base::budget::Budget;
 use uniffle_base::damage::DamageListener;
@@ -148,6 +148,23 @@ impl Memory {
         let blocks = shuffles.values().map(RetainedShuffle::blocks).sum();
         persistent.retained.lock().extend(shuffles);
         blocks
+    }
+
+    /// Returns the number of blocks in memory that can be flushed: all except the kept ones.
+    #[must_use]
+    pub fn flushable_blocks(&self) -> u64 {
+        let kept = |it: &PersistentMemory| it.retained.lock().values().map(RetainedShuffle::rows).sum();
+        self.block_count().saturating_sub(self.persistent.as_ref().map_or(0, kept))
+    }
+
+    /// Returns the in-memory amounts per shuffle, including [kept](Memory::keep_for_later) shuffles.
+    #[must_use]
+    pub fn contents_with_kept(&self) -> Vec<InMemory> {
+        let mut contents = self.contents();
+        if let Some(persistent) = &self.persistent {
+            contents.extend(persistent.retained.lock().iter().map(|(key, kept)| kept.contents(key)));
+        }
+        contents
     }
 
     /// Frees the blocks of kept shuffles for which `is_over` is true.

@@ -23,6 +23,7 @@ use super::layout::{RegionRange, Row};
 use super::names::NameSlot;
 use super::rows::{CommittedRows, FurtherPieces};
 use super::table::BlockTable;
+use crate::InMemory;
 use crate::region::buddy::{BLOCK_BYTES, UNIT_BYTES};
 use crate::region::parts::{on_threads, threads_for};
 use crate::region::{Region, Segment, Slice};
@@ -186,12 +187,27 @@ pub(crate) struct RestoredPartition {
 pub(crate) struct RetainedShuffle {
     named: Arc<NameSlot>,
     partitions: Vec<RestoredPartition>,
-    _blocks: Charge,
+    rows: Charge,
 }
 
 impl RetainedShuffle {
     pub(crate) fn blocks(&self) -> usize {
         self.partitions.iter().map(|partition| partition.blocks.len()).sum()
+    }
+
+    /// Returns the number of rows that count as blocks in memory.
+    pub(crate) fn rows(&self) -> u64 {
+        self.rows.bytes()
+    }
+
+    pub(crate) fn contents(&self, shuffle: &ShuffleKey) -> InMemory {
+        let blocks = self.partitions.iter().flat_map(|partition| &partition.blocks);
+        InMemory {
+            shuffle: shuffle.clone(),
+            partitions: self.partitions.len(),
+            blocks: self.blocks() as u64,
+            bytes: blocks.map(|block| u64::from(block.meta.length)).sum(),
+        }
     }
 }
 
@@ -329,8 +345,8 @@ impl RecoveredBlocks {
             let taken = ids.filter_map(|(id, _)| self.take(key, id, &named, |_| false, budget));
             let partitions: Vec<_> = taken.collect();
             let count: usize = partitions.iter().map(|partition| partition.row_count).sum();
-            let _blocks = rows.charge_unchecked(count as u64);
-            all.insert(key.clone(), RetainedShuffle { named, partitions, _blocks });
+            let rows = rows.charge_unchecked(count as u64);
+            all.insert(key.clone(), RetainedShuffle { named, partitions, rows });
         }
         all
     }
