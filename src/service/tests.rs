@@ -5,6 +5,7 @@ mod crowded_start;
 mod damage;
 mod fairness;
 mod places;
+mod registrations;
 mod reports;
 mod start;
 

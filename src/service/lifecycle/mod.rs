@@ -41,7 +41,7 @@ use uniffle_wire::types::{AppId, Distribution, ShuffleId, ShuffleKey};
 
 use deletions::Deletions;
 use fairness::{FairnessConfig, Weights};
-use registration_log::{NewRegistration, RemoteRegistration, note_registration};
+use registration_log::{NewRegistration, RemoteRegistration, register_and_log};
 
 /// Limit of a week, so that the data of a departed app does not stay on disks forever.
 const HEARTBEAT_TIMEOUT_MINUTES_MAX: u64 = 7 * 24 * 60;
@@ -151,9 +151,8 @@ impl Lifecycle {
     ///
     /// # Errors
     /// The worker is being drained, a field is invalid or too large, a limit, the heap or a quota
-    /// has no room, or the remote storage cannot be used; nothing was registered then. Or the
-    /// registration cannot be recorded, because the log fails, or its record exceeds a quota or has
-    /// too many remote ranges: it is in effect, but a later start may not know it.
+    /// has no room, or the remote storage cannot be used; nothing was registered then. Or the log
+    /// fails: the registration is in effect, but a later start may not know it.
     pub async fn register(&self, request: RegisterRequest<'_>) -> Result<(), ServiceError> {
         let key = ShuffleKey::new(AppId::parse(request.app)?, ShuffleId(request.shuffle));
         check_sizes(&request)?;
@@ -184,16 +183,20 @@ impl Lifecycle {
         let remote = is_remote.then(|| RemoteRegistration::new(wanted_storage, &request.ranges));
         let logged =
             self.parts.tiers.metadata().map(|tier| (tier, NewRegistration::of(&registration, remote)));
-        self.parts.apps.register(registration, || {
-            self.parts.memory.register(&key, request.distribution);
-            admissions.iter().for_each(|admit| admit(&key, &request.ranges));
-        })?;
-        if let Some(app) = self.parts.apps.find(&key.app) {
-            self.weights.weigh(&app);
-        }
-        if let Some((tier, new)) = logged {
-            let app = self.parts.apps.find(&key.app);
-            note_registration(app, &key, tier, &self.parts.tiers, new).await?;
+        let apps = &self.parts.apps;
+        let register = || {
+            apps.register(registration, || {
+                self.parts.memory.register(&key, request.distribution);
+                admissions.iter().for_each(|admit| admit(&key, &request.ranges));
+            })?;
+            if let Some(app) = apps.find(&key.app) {
+                self.weights.weigh(&app);
+            }
+            Ok(())
+        };
+        match logged {
+            Some((tier, new)) => register_and_log(apps, &key, tier, &self.parts.tiers, new, register).await?,
+            None => register()?,
         }
         self.parts.metrics.apps_registered.inc_by(u64::from(new_app));
         self.parts.metrics.partitions_registered.inc_by(partitions);

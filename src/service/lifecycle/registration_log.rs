@@ -2,13 +2,17 @@
 //!
 //! Registrations of one shuffle are written one after another, because a record that replaces
 //! others must contain their data. A registration without new ranges whose other data is that of
-//! the latest record is not written, whichever client sends it. The mark of an incomplete shuffle
-//! must be written before its registration.
+//! the latest record is not written, whichever client sends it. A record is refused before its
+//! registration takes effect. The mark of an incomplete shuffle must be written before its
+//! registration.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use crate::app::{App, LoggedRegistrations, NextRecord, QuotaResource, Registration, ShuffleState};
+use crate::app::{
+    App, AppRegistry, LoggedRegistrations, NextRecord, PartitionRanges, QuotaResource, Registration,
+    ShuffleState,
+};
 use crate::log::{self, Record};
 use crate::store::{MetadataTier, RegistrationLog, RemoteStorage, StoreErrorKind, Tiers};
 use uniffle_wire::types::ShuffleKey;
@@ -22,6 +26,7 @@ const REMOTE_RANGES_MAX: usize = 1 << 18;
 pub(super) struct NewRegistration {
     /// The registration without ranges and remote storage.
     fields: log::RegistrationRecord,
+    ranges: PartitionRanges,
     remote: Option<RemoteRegistration>,
 }
 
@@ -58,7 +63,7 @@ impl NewRegistration {
             stage_attempt: 0,
             remote_storage: Vec::new(),
         };
-        Self { fields, remote }
+        Self { fields, ranges: registration.ranges.clone(), remote }
     }
 
     /// Returns the next record with its encoding and the digest of its data besides ranges, or
@@ -74,7 +79,9 @@ impl NewRegistration {
         let digest = digest(&fields, &storage);
         let remote_ranges = self.remote.as_ref().map_or(&[][..], |remote| &remote.ranges);
         let bytes = (fields.len() + storage.len()) as u64;
-        let next = logged.next(&shuffle.partitions.ranges(), remote_ranges, digest, bytes)?;
+        let mut ranges = shuffle.partitions.ranges();
+        ranges.extend(&self.ranges);
+        let next = logged.next(&ranges, remote_ranges, digest, bytes)?;
         let remote = self.remote.as_ref().map(|remote| (&remote.storage, &next.remote_ranges));
         let remote_storage = remote.and_then(|it| serde_json::to_vec(&it).ok()).unwrap_or_default();
         let registration =
@@ -87,20 +94,43 @@ impl NewRegistration {
     }
 }
 
-/// Writes the registration of a shuffle of `app` to the metadata log of `tier`.
-pub(super) async fn note_registration(
-    app: Option<Arc<App>>,
+/// Registers a shuffle with `register`, and writes the registration to the metadata log of `tier`.
+///
+/// # Errors
+/// The record or `register` was refused; nothing was registered then. Or the log fails: the
+/// registration is in effect, but a later start may not know it.
+pub(super) async fn register_and_log(
+    apps: &AppRegistry,
     key: &ShuffleKey,
     tier: &dyn MetadataTier,
     tiers: &Tiers,
-    noting: NewRegistration,
+    new: NewRegistration,
+    register: impl FnOnce() -> Result<(), ServiceError>,
 ) -> Result<(), ServiceError> {
-    let state = app.as_ref().and_then(|app| app.shuffle(key.shuffle));
-    // The shuffle was unregistered meanwhile, so there is nothing to make durable.
-    let (Some(log), Some(app), Some(state)) = (tier.metadata_log(key), app, state) else { return Ok(()) };
-    let mut logged = state.logged.lock().await;
-    let Some((next, record, digest)) = noting.next(&state, &logged) else { return Ok(()) };
-    check(&app, &logged, &next, record.len())?;
+    let find = || apps.find(&key.app).and_then(|app| Some((app.shuffle(key.shuffle)?, app)));
+    let known = find();
+    let mut checked = None;
+    if let Some((state, app)) = &known {
+        let logged = state.logged.lock().await;
+        let next = new.next(state, &logged);
+        if let Some((next, record, _)) = &next {
+            check(app, &logged, next, record.len())?;
+        }
+        checked = Some((logged, next));
+    }
+    register()?;
+    // If the shuffle was unregistered meanwhile, there is nothing to make durable.
+    let (Some(log), Some((state, _))) = (tier.metadata_log(key), find()) else { return Ok(()) };
+    let is_same = known.as_ref().is_some_and(|(checked, _)| Arc::ptr_eq(checked, &state));
+    let (mut logged, next) = match checked.filter(|_| is_same) {
+        Some(checked) => checked,
+        None => {
+            let logged = state.logged.lock().await;
+            let next = new.next(&state, &logged);
+            (logged, next)
+        }
+    };
+    let Some((next, record, digest)) = next else { return Ok(()) };
     let bytes = record.len() as u64;
     match write(&*log, &state, &mut logged, record).await {
         Err(error) if is_gone(&error) => return Ok(()),
