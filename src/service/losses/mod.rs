@@ -257,17 +257,18 @@ impl Losses {
 
     /// Decides whether to accept a report of blocks of which some are in no tier, and if so,
     /// records these as lost. Returns the ledger's alarm count from before the check, for
-    /// [`Losses::note_reported`].
+    /// [`Losses::note_reported`]. Returns `None` if lost blocks are not listed: a scan that begins
+    /// before the report is stored does not count them.
     pub(super) async fn check_report(
         &self,
         app: &App,
         shuffle: &Arc<ShuffleState>,
         partitions: &[PartitionBlockIds],
-    ) -> Result<u64, ServiceError> {
+    ) -> Result<Option<u64>, ServiceError> {
         let ledger = &shuffle.ledger;
-        let alarms = ledger.alarms();
+        let (alarms, mut are_listed) = (ledger.alarms(), true);
         if !ledger.is_watched() {
-            return Ok(alarms);
+            return Ok(Some(alarms));
         }
         let resubmits = RESUBMIT_PROPERTIES.iter().find_map(|name| app.client.property(name));
         let resubmits = resubmits.is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
@@ -296,9 +297,9 @@ impl Losses {
                 let text = describe(shuffle.key(), *partition, &ids, &gone);
                 return Err(ServiceError::Lost(format!("{text}; the task must run again")));
             }
-            self.verifier.enter(shuffle, *partition, &missing, &cause);
+            are_listed &= self.verifier.enter(shuffle, *partition, &missing, &cause);
         }
-        Ok(alarms)
+        Ok(are_listed.then_some(alarms))
     }
 
     /// Returns the `ids` that exist nowhere, for a partition whose ids are not in memory. Returns
@@ -325,13 +326,13 @@ impl Losses {
         &self,
         shuffle: &Arc<ShuffleState>,
         partitions: &[PartitionBlockIds],
-        alarms: u64,
+        alarms: Option<u64>,
     ) {
         let ledger = &shuffle.ledger;
         if !ledger.is_watched() {
             return;
         }
-        let is_calm = ledger.alarms() == alarms;
+        let is_calm = alarms == Some(ledger.alarms());
         let cause = cause(Vec::new(), GONE_MEANWHILE);
         for PartitionBlockIds { partition, block_ids } in partitions {
             // The tiers were queried when the report was checked.
@@ -345,7 +346,9 @@ impl Losses {
                     let item = UnverifiedPartition { shuffle, partition: *partition, cause: cause.clone() };
                     self.verifier.verify(vec![item]);
                 }
-                Err(missing) => self.verifier.enter(shuffle, *partition, &missing, &cause),
+                Err(missing) => {
+                    self.verifier.enter(shuffle, *partition, &missing, &cause);
+                }
             }
         }
     }
@@ -384,7 +387,9 @@ impl Losses {
                 match ledger.with(partition, |it| it.acknowledge(&ids)) {
                     Ok(false) => {}
                     Ok(true) => unverified.push(item()),
-                    Err(missing) => self.verifier.enter(shuffle, partition, &missing, &item().cause),
+                    Err(missing) => {
+                        self.verifier.enter(shuffle, partition, &missing, &item().cause);
+                    }
                 }
             }
         };

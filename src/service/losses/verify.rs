@@ -162,16 +162,18 @@ impl Verifier {
         let _: Result<(), _> = timeout_at(deadline, shuffle.ledger.scanned(partition)).await;
     }
 
-    /// Records blocks as lost, and reports the loss.
+    /// Records blocks as lost, and reports the loss. Returns whether all of them are listed.
     pub(in crate::service) fn enter(
         &self,
         shuffle: &ShuffleState,
         partition: PartitionId,
         ids: &[u64],
         cause: &LossCause,
-    ) {
+    ) -> bool {
         let entered = shuffle.ledger.with(partition, |it| it.enter(ids, cause));
+        let are_listed = entered.unlisted == 0;
         self.log_loss(shuffle, partition, entered, &cause.reason);
+        are_listed
     }
 
     fn log_loss(

@@ -85,6 +85,8 @@ struct Verifying {
     is_stale: bool,
     /// True if the last scan failed. It is repeated later.
     has_failed: bool,
+    /// Number of unlisted lost blocks when the scan began, which counts them again.
+    unlisted: u64,
 }
 
 /// Decision about a read of a partition.
@@ -173,6 +175,7 @@ impl Ledger {
         let heap = &self.heap;
         let verifying = self.verifying.get_or_insert_with(|| Verifying::new(heap));
         verifying.meanwhile = HeldIds::new(heap);
+        verifying.unlisted = self.unlisted.as_ref().map_or(0, |(_, count)| *count);
         (verifying.is_stale, verifying.has_failed, verifying.has_newer) = (false, false, false);
         verifying.unverified.clone()
     }
@@ -193,7 +196,7 @@ impl Ledger {
     /// Ends a scan of all reported and unverified blocks. Blocks that were not found are lost.
     /// Returns the newly lost ones, or `None` if the scan must be repeated or none is in progress.
     pub fn resolve(&mut self, scan: ScanResult, cause: &LossCause) -> Option<NewLosses> {
-        let Verifying { is_all, unverified, meanwhile, .. } = {
+        let Verifying { is_all, unverified, meanwhile, unlisted, .. } = {
             // A scan without all present ids only searches reported blocks, and those that were
             // unverified before it began.
             let lists_all = scan.found.is_some();
@@ -221,9 +224,13 @@ impl Ledger {
                 if found.add(&all) { Readable::Exactly(found) } else { Readable::InTiers }
             }
         };
+        self.unlisted.take_if(|(_, count)| {
+            *count -= unlisted;
+            *count == 0
+        });
         let mut entered = self.enter(&missing, cause);
-        entered.unlisted += scan.more_missing;
         self.add_unlisted(scan.more_missing, &cause.reason);
+        entered.unlisted = (entered.unlisted + scan.more_missing).saturating_sub(unlisted);
         Some(entered)
     }
 
@@ -381,6 +388,7 @@ impl Verifying {
             meanwhile: HeldIds::new(heap),
             is_stale: false,
             has_failed: false,
+            unlisted: 0,
         }
     }
 

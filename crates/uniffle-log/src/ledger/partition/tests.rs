@@ -125,14 +125,16 @@ impl Model {
 
     fn resolve(&mut self) {
         let Some((there, sought)) = self.scan.take() else { return };
-        let before = self.ledger.lost_blocks();
         let found = held(&self.heap, &there).filter(|_| !self.ledger.is_in_tiers());
         let scan = ScanResult { found, missing: list(&(&sought - &there)), more_missing: 0 };
         match self.ledger.resolve(scan, &cause("disk")) {
             None => self.scan = None,
-            Some(new) => {
-                let listed: u64 = new.losses.iter().map(|loss| loss.ids.len()).sum();
-                assert_eq!(self.ledger.lost_blocks(), before + listed + new.unlisted);
+            Some(_) => {
+                let listed = self.ledger.losses().iter().flat_map(|loss| loss.ids.iter());
+                // A scan that lists all present blocks also decides about later reports.
+                let missing = &(&sought | &self.acknowledged) - &self.there;
+                let lost: Ids = listed.chain(missing).collect();
+                assert_eq!(self.ledger.lost_blocks(), lost.len() as u64, "each lost block counts once");
                 assert_ne!(self.ledger.phase(), LedgerPhase::Verifying);
                 self.is_verifying = false;
             }
@@ -210,4 +212,23 @@ fn losses_are_listed_by_extent_and_merged_by_reason() {
     assert_eq!(wants_9, Availability::Lost(IdSet::from([9]), Arc::from("killed")));
     assert_eq!(ledger.availability(|ids| ids.and(&IdSet::from([4]))), Availability::Serve);
     assert_eq!((ledger.commit(&[3, 4, 9]), ledger.losses().len(), ledger.lost_blocks()), (2, 1, 2));
+}
+
+/// Regression test: each scan added the unlisted blocks to those of the scans before.
+#[test]
+fn unlisted_blocks_are_counted_anew_by_each_scan() {
+    let heap = Budget::new(0);
+    let mut ledger = Ledger::recovered(&heap, None, true);
+    let mut scan = |missing: &[u64], lost_meanwhile: &[u64]| {
+        ledger.mark_unverified(None);
+        ledger.begin_scan();
+        ledger.enter(lost_meanwhile, &cause("report"));
+        let scan = ScanResult { found: None, missing: missing.to_vec(), more_missing: 10 };
+        let new = ledger.resolve(scan, &cause("disk")).unwrap();
+        (new.unlisted, ledger.lost_blocks())
+    };
+    assert_eq!(scan(&[1, 2], &[]), (12, 12));
+    assert_eq!(scan(&[1, 2, 3], &[]), (1, 13));
+    assert_eq!(scan(&[1, 2, 3], &[4, 5]), (0, 15), "this scan does not know the report");
+    assert_eq!(scan(&[4], &[]), (0, 11), "some were resent");
 }
