@@ -75,18 +75,25 @@ impl OffloadTier {
             movable_bytes: if is_stuck { 0 } else { bytes },
             cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),
             is_unknown: !shuffle.is_known(),
+            last_failure: shuffle.last_failure.load(Ordering::Relaxed),
         }
     }
 
-    /// Offloads, and logs an error. Returns whether the next check should follow at once: something
-    /// was offloaded or made known to the store, or the shuffle was purged.
-    async fn run(&self, wanted: OffloadCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
+    /// Offloads, and logs the first of consecutive errors of a shuffle. Returns whether the next
+    /// check should follow at once: something was offloaded or made known to the store, or the
+    /// shuffle was purged.
+    pub(super) async fn run(&self, wanted: OffloadCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
         match self.offload_candidate(wanted, shuffle).await {
-            Ok(has_offloaded) => has_offloaded,
+            Ok(has_offloaded) => {
+                shuffle.last_failure.store(0, Ordering::Relaxed);
+                has_offloaded
+            }
             Err(error) if error.kind == StoreErrorKind::Purged => true,
             Err(error) => {
                 self.metrics.failures.inc();
-                tracing::warn!(shuffle = %shuffle.key, %error, "cannot offload data to the object store; it stays on the disks, retrying later");
+                if shuffle.last_failure.swap(self.metrics.failures.get(), Ordering::Relaxed) == 0 {
+                    tracing::warn!(shuffle = %shuffle.key, %error, "cannot offload data to the object store; it stays on the disks, retrying later");
+                }
                 false
             }
         }

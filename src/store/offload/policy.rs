@@ -3,7 +3,10 @@
 //! A disk that is full or above the high watermark is under pressure: its data is offloaded until
 //! it is below the low one. The largest shuffle on disks under pressure is offloaded first; among
 //! shuffles of similar size, the oldest. Cold partitions are offloaded once they fill an object. A
-//! drain offloads everything, the oldest shuffle first.
+//! drain offloads everything, the oldest shuffle first. A shuffle whose offload failed comes after
+//! all others, so it does not hold them up.
+
+use std::cmp::Reverse;
 
 /// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,6 +41,9 @@ pub struct ShuffleView {
     pub cold_bytes: u64,
     /// True if the store may lack records of the shuffle.
     pub is_unknown: bool,
+    /// Number of the shuffle's last failed offload among those of all shuffles; 0 if the last one
+    /// succeeded.
+    pub last_failure: u64,
 }
 
 /// Data of one shuffle to be offloaded, with the index of the shuffle.
@@ -71,7 +77,9 @@ pub fn next(
     let all = || shuffles.iter().enumerate();
     if is_draining {
         let remaining = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
-        return remaining.min_by_key(|(_, it)| it.age).map(|(at, _)| OffloadCandidate::Oldest(at));
+        return remaining
+            .min_by_key(|(_, it)| (it.last_failure, it.age))
+            .map(|(at, _)| OffloadCandidate::Oldest(at));
     }
     let bytes_under_pressure = |it: &ShuffleView| -> u64 {
         let here =
@@ -79,10 +87,11 @@ pub fn next(
         here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
     };
     let largest = all().filter(|(_, it)| bytes_under_pressure(it) > 0);
-    let largest = largest.max_by_key(|(_, it)| (bytes_under_pressure(it).ilog2(), std::cmp::Reverse(it.age)));
+    let largest = largest
+        .max_by_key(|(_, it)| (Reverse(it.last_failure), bytes_under_pressure(it).ilog2(), Reverse(it.age)));
     let coldest = || {
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
-        cold.max_by_key(|(_, it)| it.cold_bytes)
+        cold.max_by_key(|(_, it)| (Reverse(it.last_failure), it.cold_bytes))
     };
     let largest = largest.map(|(at, _)| OffloadCandidate::Oldest(at));
     largest.or_else(|| coldest().map(|(at, _)| OffloadCandidate::Cold(at)))
@@ -100,7 +109,8 @@ mod tests {
 
     fn shuffle(age: u64, on_disks: &[u64]) -> ShuffleView {
         let movable_bytes = on_disks.iter().sum();
-        ShuffleView { age, on_disks: on_disks.to_vec(), movable_bytes, cold_bytes: 0, is_unknown: false }
+        let (on_disks, is_unknown) = (on_disks.to_vec(), false);
+        ShuffleView { age, on_disks, movable_bytes, cold_bytes: 0, is_unknown, last_failure: 0 }
     }
 
     #[test]
@@ -143,5 +153,24 @@ mod tests {
             "a drain must also choose a shuffle whose records the store may lack"
         );
         assert_eq!(next(&[shuffle(1, &[0])], &[false], 100, true), None);
+    }
+
+    #[test]
+    fn failed_shuffles_are_tried_in_turn_after_all_others() {
+        let failed = |last_failure, it: ShuffleView| ShuffleView { last_failure, ..it };
+        let cold = |it: ShuffleView| ShuffleView { cold_bytes: 1000, ..it };
+        let shuffles = [2, 0, 1].map(|at| failed(at, cold(shuffle(at, &[1000 << at]))));
+        let order = |is_under_pressure, is_draining| {
+            let mut shuffles = shuffles.to_vec();
+            let mut order = Vec::new();
+            while let Some(OffloadCandidate::Oldest(at) | OffloadCandidate::Cold(at)) =
+                next(&shuffles, &[is_under_pressure], 100, is_draining)
+            {
+                order.push(at);
+                shuffles[at] = shuffle(0, &[0]);
+            }
+            order
+        };
+        assert_eq!([order(true, false), order(false, false), order(false, true)], [[1, 2, 0]; 3]);
     }
 }

@@ -38,6 +38,8 @@ pub(super) struct TieredShuffle {
     pub(super) cold_bytes: AtomicU64,
     /// Published bytes when the last check found nothing offloadable.
     stuck_at: AtomicU64,
+    /// Number of the last failed offload among those of all shuffles; 0 if the last one succeeded.
+    pub(super) last_failure: AtomicU64,
     /// Unreadable extents, and the time of the first failure.
     excluded: Mutex<Option<(Instant, Excluded)>>,
 }
@@ -60,6 +62,7 @@ impl TieredShuffle {
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
+            last_failure: AtomicU64::new(0),
             excluded: Mutex::default(),
         }
     }

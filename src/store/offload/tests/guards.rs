@@ -378,6 +378,34 @@ async fn write_waits_for_the_record_of_a_drain() {
     assert_eq!(error.kind, StoreErrorKind::NotMounted, "{error}");
 }
 
+/// Regression test: a drain tried only the oldest shuffle, again and again.
+#[tokio::test(start_paused = true)]
+async fn drain_continues_beside_a_shuffle_that_fails() {
+    let process = Fixture::new().start().await;
+    let keys = [1, 2, 3].map(key);
+    for key in &keys {
+        process.register(key).await;
+        fill(&process, key, 0..20).await;
+    }
+    process.fixture.store.set(|_, path| match path.as_ref().contains("/app-1/1.") {
+        true => ObjectFault::Refuse,
+        false => ObjectFault::None,
+    });
+    process.tier.begin_drain();
+    let left = async || {
+        for _ in 0..10 {
+            if let Some((wanted, shuffle)) = process.tier.next() {
+                process.tier.run(wanted, &shuffle).await;
+            }
+        }
+        keys.each_ref().map(|key| process.tier.find(key).unwrap().local.usage().bytes)
+    };
+    let [failing, others @ ..] = left().await;
+    assert_eq!((failing > 0, others), (true, [0, 0]));
+    process.fixture.store.heal();
+    assert_eq!(left().await, [0; 3]);
+}
+
 /// Objects of an ended shuffle are not data of the disks, so they do not hold up a drain.
 #[tokio::test(start_paused = true)]
 async fn drain_without_shuffles_ends_once_stored() {
