@@ -10,8 +10,8 @@
 use std::ffi::c_int;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, sigaction};
 use parking_lot::Mutex;
@@ -67,7 +67,8 @@ extern "C" fn on_sigbus(_: c_int) {
 
 /// Restores the length of the file. Returns whether the access may be repeated.
 fn is_restored() -> bool {
-    let restored = with_memory(|memory| memory.file.upgrade()?.restore_length().ok()).flatten();
+    let restored =
+        with_memory(|memory| with_file(&memory.file, |file| file.restore_length().ok()).flatten()).flatten();
     match restored {
         Some(true) => {
             REPEATS_LEFT.store(REPEATS_MAX, Ordering::Relaxed);
@@ -80,6 +81,16 @@ fn is_restored() -> bool {
         }
         None => false,
     }
+}
+
+/// Runs `act` on the value, unless it was dropped. If it is dropped meanwhile, it is leaked: freeing
+/// it would not be async-signal-safe.
+fn with_file<F, T>(file: &Weak<F>, act: impl FnOnce(&F) -> T) -> Option<T> {
+    let file = file.upgrade()?;
+    let acted = act(&file);
+    // The allocation stays, because of the weak reference.
+    std::mem::forget(Arc::into_inner(file));
+    Some(acted)
 }
 
 fn with_memory<T>(read: impl FnOnce(&Guarded) -> T) -> Option<T> {
@@ -100,5 +111,23 @@ fn explain(line: &[u8]) {
     if fcntl_setfl(stderr, flags | OFlags::NONBLOCK).is_ok() {
         let _ = rustix::io::write(stderr, line);
         let _ = fcntl_setfl(stderr, flags);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression test: the handler could free the file.
+    #[test]
+    fn file_dropped_meanwhile_is_not_freed_here() {
+        struct File(#[expect(dead_code, reason = "counted")] Arc<()>);
+        let uses = Arc::new(());
+        let mut owner = Some(Arc::new(File(Arc::clone(&uses))));
+        let file = Arc::downgrade(owner.as_ref().unwrap());
+        assert!(with_file(&file, |_| ()).is_some());
+        assert!(with_file(&file, |_| drop(owner.take())).is_some());
+        assert_eq!(Arc::strong_count(&uses), 2, "the file was freed");
+        assert!(with_file(&file, |_| ()).is_none());
     }
 }
