@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use tokio::time::Duration;
 
+use super::admin::JAVA_STACKS;
 use super::serve::Deadline;
 use crate::runtime::Tasks;
 use uniffle_profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
@@ -21,8 +22,7 @@ use uniffle_profile::{Format, PermitSource, ProfileError, cpu, heap, tasks};
 const SECONDS_DEFAULT: u64 = 30;
 
 /// Returns the routes that change nothing. Both listeners use clones of one router, which share the
-/// limits. The heap profile is also at riffle's path, and the task dump at Java's. Java's path is
-/// not served by the administration listener, which requires POST outside of `/debug/`.
+/// limits. The heap profile is also at riffle's path, and the task dump at Java's.
 pub fn routes(running: Tasks) -> Router {
     let profiles = Profiles { running, permits: PermitSource::new(), stacks: PermitSource::new() };
     Router::new()
@@ -30,7 +30,7 @@ pub fn routes(running: Tasks) -> Router {
         .route("/debug/pprof/heap", get(heap_profile))
         .route("/debug/heap/profile", get(heap_profile))
         .route("/debug/tasks", get(task_dump))
-        .route("/api/shuffleServer/stacks", get(task_dump))
+        .route(JAVA_STACKS, get(task_dump))
         .with_state(profiles)
 }
 

@@ -28,6 +28,9 @@ const BODY_BYTES_MAX: usize = 64 << 10;
 /// Path prefix of calls that do not change the worker's state.
 const PROFILES: &str = "/debug/";
 
+/// Java's path of such a call.
+pub(in crate::listeners::http) const JAVA_STACKS: &str = "/api/shuffleServer/stacks";
+
 /// Header that browsers send with every request, even without `Origin`.
 const FETCH_SITE: &str = "sec-fetch-site";
 
@@ -91,8 +94,9 @@ async fn pass(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Re
         gate.note_denied(peer, response.status());
         return response;
     }
-    let method = if request.uri().path().starts_with(PROFILES) { Method::GET } else { Method::POST };
     let path = request.uri().path().to_owned();
+    let is_profile = path.starts_with(PROFILES) || path == JAVA_STACKS;
+    let method = if is_profile { Method::GET } else { Method::POST };
     let response = if request.method() == method { next.run(request).await } else { wrong_method(&method) };
     let result = if response.status().is_success() { "ok" } else { "failed" };
     gate.metrics.calls.with_label_values(&[result]).inc();
@@ -212,6 +216,8 @@ mod tests {
     use tower::ServiceExt as _;
 
     use super::*;
+    use crate::listeners::http::debug;
+    use crate::runtime::Tasks;
     use uniffle_testkit::captured_log::CapturedLog;
 
     fn gate(token: Option<&str>) -> Gate {
@@ -273,6 +279,18 @@ mod tests {
         assert_eq!(metrics.calls.with_label_values(&["failed"]).get(), 1);
         let text = log.text();
         assert!(text.contains("call=/admin/flush peer=127.0.0.1:9 result=\"failed\" status=405"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn profiles_and_dumps_are_read_with_get() {
+        let metrics = AdminMetrics::new(&prometheus::Registry::new()).unwrap();
+        let router = protect(debug::routes(Tasks::new()), None, metrics);
+        for path in ["/debug/tasks", JAVA_STACKS] {
+            let peer = Peer("127.0.0.1:9".parse().unwrap());
+            let request = Request::get(path).extension(peer).body(Body::empty()).unwrap();
+            let response = router.clone().oneshot(request).await.unwrap();
+            assert_eq!(response.status(), StatusCode::OK, "{path}");
+        }
     }
 
     #[test]

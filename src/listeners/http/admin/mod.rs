@@ -20,6 +20,7 @@ use prometheus::Registry;
 
 pub use calls::{AdminHooks, Control};
 pub(crate) use guard::AdminMetrics;
+pub(super) use guard::JAVA_STACKS;
 pub use guard::{InvalidToken, Token};
 
 use super::serve::{self, ConnectionCounts, HttpConfig};
@@ -84,8 +85,8 @@ impl AdminServer {
     /// Serves on `binding` in tasks of `tasks` until they are cancelled.
     ///
     /// Callers must send `token`. Without a token only local callers are accepted. `mounted` has
-    /// the routes of other parts, which must be POST below `/admin/` or GET below `/debug/`. They
-    /// get the same access checks.
+    /// the routes of other parts, which must be POST below `/admin/`, or GET below `/debug/` or at
+    /// [`JAVA_STACKS`]. They get the same access checks.
     ///
     /// # Errors
     /// If `registry` already has the metrics.
