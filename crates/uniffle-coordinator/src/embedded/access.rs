@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 
+use super::apps::APPS_LISTED_MIN;
 use super::assign::NodeCandidate;
 use super::nodes::NODES_MAX;
 use uniffle_base::schema::kind::{count, ratio};
@@ -25,7 +26,7 @@ section! {
         #[key("embedded_coordinator.access_min_memory_ratio", ratio(), Restart)]
         pub memory_ratio_min: f64 = 0.0,
         /// Maximum number of applications per user, checked by accessCluster; 0 = unlimited.
-        #[key("embedded_coordinator.quota_apps_per_user", count(0..=100_000), Restart)]
+        #[key("embedded_coordinator.quota_apps_per_user", count(0..=APPS_LISTED_MIN), Restart)]
         pub apps_per_user_max: usize = 0,
     }
 }

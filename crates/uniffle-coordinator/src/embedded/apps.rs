@@ -1,7 +1,7 @@
 //! The application table: users of the cluster, and the remote storage of each application.
 //!
-//! Pure state; the clock is a parameter. Invariants: at most [`APPS_MAX`] applications in at most
-//! [`TABLE_BYTES_MAX`] of heap, which are part of the memory that the process needs without clients
+//! Pure state; the clock is a parameter. Invariants: the table uses at most [`TABLE_BYTES_MAX`] of
+//! heap, which are part of the memory that the process needs without clients
 //! (`budget::memory_plan`). A listed application keeps its remote storage until it expires, and the
 //! storage of one that finds no room follows from its id: its clients must agree on the path.
 
@@ -9,12 +9,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use uniffle_base::clock::Instant;
-use uniffle_wire::types::AppId;
+use uniffle_wire::types::{APP_ID_BYTES_MAX, AppId};
 
-/// Upper bound of the number of listed applications. The limit of bytes is reached earlier, at
-/// about 12,000 applications. Further ones are served, but not listed.
-pub const APPS_MAX: usize = 100_000;
-/// Maximum heap of the table. Applications beyond that are not listed, so quotas do not count them.
+/// Number of applications that are listed in any case. With ids of usual lengths it is about 12,000.
+pub(super) const APPS_LISTED_MIN: usize = TABLE_BYTES_MAX / (APP_BYTES + USER_BYTES_MAX + APP_ID_BYTES_MAX);
+/// Maximum heap of the table. Applications beyond that are served, but not listed, so quotas do not
+/// count them.
 const TABLE_BYTES_MAX: usize = 4 << 20;
 /// Heap per application besides its names: its entry in a doubled table, and allocator overhead.
 const APP_BYTES: usize = 256;
@@ -74,7 +74,7 @@ impl AppTable {
             return false;
         }
         let bytes = cost(id);
-        if self.apps.len() >= APPS_MAX || self.bytes + bytes > TABLE_BYTES_MAX {
+        if self.bytes + bytes > TABLE_BYTES_MAX {
             return false;
         }
         let user = cut(user.unwrap_or_default());
@@ -202,6 +202,7 @@ fn cut(user: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::embedded::AccessRules;
 
     fn app(id: &str) -> AppId {
         AppId::parse(id).unwrap()
@@ -229,8 +230,8 @@ mod tests {
         let mut table = AppTable::new(Duration::from_secs(60));
         let name = |n: usize| app(&format!("application-{n}-{}", "x".repeat(80)));
         let listed =
-            (0..APPS_MAX).take_while(|n| table.touch(&name(*n), Some(&"u".repeat(999)), start)).count();
-        assert!((5_000..APPS_MAX).contains(&listed), "{listed}");
+            (0..100_000).take_while(|n| table.touch(&name(*n), Some(&"u".repeat(999)), start)).count();
+        assert!(listed > APPS_LISTED_MIN, "{listed}");
         assert!(table.bytes <= TABLE_BYTES_MAX && table.len() == listed);
         assert!(!table.touch(&name(0), Some("other"), start), "a listed application counts as new");
         let beyond = table.storage(&app("beyond"), 2, start);
@@ -238,6 +239,17 @@ mod tests {
         table.expire(start + Duration::from_secs(61));
         assert_eq!((table.len(), table.bytes), (0, 0));
         assert!(table.touch(&app("beyond"), None, start + Duration::from_secs(61)));
+    }
+
+    #[test]
+    fn largest_quota_is_enforced() {
+        let now = Instant::now();
+        let mut table = AppTable::new(Duration::from_secs(60));
+        for n in 0..APPS_LISTED_MIN {
+            table.touch(&app(&format!("{n:0APP_ID_BYTES_MAX$}")), Some("anna"), now);
+        }
+        let rules = AccessRules { apps_per_user_max: APPS_LISTED_MIN, ..AccessRules::default() };
+        assert!(rules.check_user("anna", || table.count_of("anna", now)).is_err());
     }
 
     #[test]

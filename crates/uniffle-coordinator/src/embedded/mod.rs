@@ -43,7 +43,7 @@ use uniffle_base::runtime::{BlockingPool, Tasks};
 use uniffle_wire::types::AppId;
 
 pub use self::access::{AccessDenied, AccessRules};
-pub use self::apps::{APPS_MAX, SavedApp};
+pub use self::apps::SavedApp;
 pub use self::config::{AppStorage, EmbeddedConfig};
 pub use self::details::{DISKS_USED, Details};
 pub use self::nodes::{ClusterView, InvalidHeartbeat, KnownNode, NODES_MAX, RegisteredNode, SavedNode};
