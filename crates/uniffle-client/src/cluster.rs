@@ -143,15 +143,16 @@ impl Application {
             let handle =
                 ShuffleHandle { key: key.clone(), assignment, remote_storage: remote_storage.clone() };
             let servers = self.cluster.servers(&handle.assignment)?;
-            let Some((server, error)) = register(options, &servers, &handle).await else {
+            let Err(error) = register(options, &servers, &handle).await else {
                 let ids = servers.iter().map(|server| (server.id().to_owned(), Arc::clone(server)));
                 self.servers.lock().extend(ids);
                 return Ok(Shuffle::new(Arc::clone(&self.cluster.inner.options), servers, handle));
             };
             failures += 1;
-            if failures >= options.failures.attempts {
-                return Err(error);
-            }
+            let server = match &error {
+                Error::Call { peer, .. } if failures < options.failures.attempts => peer.clone(),
+                _ => return Err(error),
+            };
             tracing::warn!(server, %error, "cannot register the shuffle; trying other servers");
             faulty.push(server);
             sleep(options.failures.pause(failures - 1)).await;
@@ -179,12 +180,12 @@ impl Application {
     }
 }
 
-/// Registers on all servers at once. Returns the id of a server that failed, and its error.
+/// Registers on all servers at once. Returns the first error, which names its server.
 async fn register(
     options: &ClientOptions,
     servers: &[Arc<Server>],
     handle: &ShuffleHandle,
-) -> Option<(String, Error)> {
+) -> Result<(), Error> {
     let mut calls = JoinSet::new();
     for (number, server) in servers.iter().enumerate() {
         let mut request = register_request(&handle.key, &handle.assignment.ranges_of(number));
@@ -192,16 +193,9 @@ async fn register(
         request.properties = options.properties.clone().into_iter().collect();
         request.remote_storage = handle.remote_storage.as_ref().map(RemoteDirectory::to_message);
         let server = Arc::clone(server);
-        calls.spawn(async move {
-            let result = server.register(request).await;
-            result.map_err(|error| (server.id().to_owned(), error)).err()
-        });
+        calls.spawn(async move { server.register(request).await });
     }
-    let mut failed = None;
-    while let Some(ended) = calls.join_next().await {
-        failed = failed.or(ended.unwrap_or_default());
-    }
-    failed
+    first_error(calls).await
 }
 
 /// Sends heartbeats to coordinators and servers, the first after half an interval.

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
 use uniffle_wire::types::{BlockId, PartitionId};
 
@@ -87,6 +87,11 @@ impl Error {
         let peer = peer.to_owned();
         move |source| Self::Call { peer, source }
     }
+
+    /// Returns the error of a call whose task panicked, or was cancelled with its runtime.
+    pub(crate) fn unfinished(error: &JoinError) -> Self {
+        Self::Invalid(format!("a call did not end: {error}"))
+    }
 }
 
 /// Blocks that could be read from no replica.
@@ -142,8 +147,7 @@ pub(crate) fn is_final(status: StatusCode) -> bool {
 pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result<(), Error> {
     let mut result = Ok(());
     while let Some(ended) = calls.join_next().await {
-        // A call is only cancelled when its runtime shuts down.
-        result = result.and(ended.unwrap_or(Ok(())));
+        result = result.and(ended.unwrap_or_else(|error| Err(Error::unfinished(&error))));
     }
     result
 }
@@ -151,6 +155,15 @@ pub(crate) async fn first_error(mut calls: JoinSet<Result<(), Error>>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn panicked_call_is_no_success() {
+        let mut calls = JoinSet::new();
+        calls.spawn(async { panic!("boom") });
+        calls.spawn(async { Ok(()) });
+        let error = first_error(calls).await.unwrap_err().to_string();
+        assert!(error.contains("boom"), "{error}");
+    }
 
     #[test]
     fn missing_blocks_are_listed_up_to_a_limit() {

@@ -161,8 +161,7 @@ impl ShuffleWriter {
 
     async fn join_send(&mut self) -> Result<(), Error> {
         let Some(ended) = self.sends.join_next().await else { return Ok(()) };
-        let result =
-            ended.unwrap_or_else(|error| Err(Error::Invalid(format!("a send was cancelled: {error}"))));
+        let result = ended.unwrap_or_else(|error| Err(Error::unfinished(&error)));
         self.is_broken |= result.is_err();
         result
     }
@@ -273,7 +272,7 @@ async fn count(mut calls: JoinSet<ServerCall>, progress: &mut [DeliveryProgress]
                 tracing::debug!(%error, "a replica failed");
                 failure = Some(error);
             }
-            Err(error) => failure = Some(Error::Invalid(format!("a call was cancelled: {error}"))),
+            Err(error) => failure = Some(Error::unfinished(&error)),
         }
     }
     failure
