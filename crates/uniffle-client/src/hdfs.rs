@@ -23,9 +23,11 @@ const CLIENTS_MAX: usize = 16;
 /// ticket). The settings that a coordinator gives for a storage take precedence.
 #[derive(Debug, Default)]
 pub struct Hdfs {
-    /// Clients by the URL of the file system, with the settings of the first call.
-    clients: Mutex<HashMap<String, Client>>,
+    clients: Mutex<HashMap<ClientKey, Client>>,
 }
+
+/// URL of a file system, and the settings of its storage.
+type ClientKey = (String, Vec<(String, String)>);
 
 impl Hdfs {
     /// Creates an instance without connections.
@@ -35,13 +37,13 @@ impl Hdfs {
     }
 
     async fn client(&self, storage: &RemoteDirectory) -> io::Result<Client> {
-        let url = file_system(storage)?;
-        if let Some(client) = self.clients.lock().get(&url) {
+        let key: ClientKey = (file_system(storage)?, storage.conf.clone());
+        if let Some(client) = self.clients.lock().get(&key) {
             return Ok(client.clone());
         }
         let mut conf: HashMap<String, String> = storage.conf.iter().cloned().collect();
         conf.entry(FAILOVER_ATTEMPTS.0.to_owned()).or_insert_with(|| FAILOVER_ATTEMPTS.1.to_owned());
-        let builder = ClientBuilder::new().with_url(&url).with_config(conf);
+        let builder = ClientBuilder::new().with_url(&key.0).with_config(conf);
         // `build` calls GSSAPI and the resolver, which block.
         let client = tokio::task::spawn_blocking(move || builder.build()).await;
         let client = client.map_err(io::Error::other)?.map_err(failed)?;
@@ -49,7 +51,7 @@ impl Hdfs {
         if clients.len() >= CLIENTS_MAX {
             clients.clear();
         }
-        clients.insert(url, client.clone());
+        clients.insert(key, client.clone());
         Ok(client)
     }
 }
@@ -145,12 +147,25 @@ fn path_of(url: &str) -> &str {
 mod tests {
     use super::*;
 
+    fn storage(path: &str, conf: &[(&str, &str)]) -> RemoteDirectory {
+        let conf = conf.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        RemoteDirectory { path: path.to_owned(), conf }
+    }
+
+    #[tokio::test]
+    async fn storages_with_equal_settings_share_a_client() {
+        let hdfs = Hdfs::new();
+        let retries = |count| [("dfs.client.failover.max.attempts", count)];
+        for (count, clients) in [("1", 1), ("2", 2), ("1", 2)] {
+            for path in ["hdfs://127.0.0.1:9000/a", "hdfs://127.0.0.1:9000/b"] {
+                hdfs.client(&storage(path, &retries(count))).await.unwrap();
+            }
+            assert_eq!(hdfs.clients.lock().len(), clients);
+        }
+    }
+
     #[test]
     fn hdfs_urls_are_parsed() {
-        let storage = |path: &str, conf: &[(&str, &str)]| RemoteDirectory {
-            path: path.to_owned(),
-            conf: conf.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
-        };
         let system = |storage: RemoteDirectory| file_system(&storage).unwrap();
         assert_eq!(system(storage("hdfs://nn:9000/rss", &[])), "hdfs://nn:9000");
         assert_eq!(system(storage("hdfs://ns/rss", &[("dfs.ha.namenodes.ns", "a,b")])), "hdfs://ns");
