@@ -14,8 +14,7 @@ use crate::tls::TlsOptions;
 use uniffle_wire::types::BLOCK_BYTES_MAX;
 
 /// Largest `send_bytes_max`. Even with one block of maximum size added, and doubled over TCP, the
-/// size fits an `i32`. Batches of tiny blocks may exceed it, because each block adds about 100
-/// bytes.
+/// size fits an `i32`.
 const SEND_BYTES_LIMIT: u64 = 256 << 20;
 /// Largest `read_buffer_bytes`. A response has up to one block more, which still fits one message.
 const READ_BUFFER_BYTES_LIMIT: u32 = 512 << 20;
@@ -156,7 +155,7 @@ pub struct ClientOptions {
     /// coordinators, and of reads without replicas. Default: 3 calls, 1 to 3 s apart.
     pub failures: Backoff,
     /// Bytes of blocks that a writer collects before it sends them (`rss.client.send.size.limit`).
-    /// Default: 16 MiB.
+    /// Each block counts 128 bytes more than its data. Default: 16 MiB.
     pub send_bytes_max: u64,
     /// Concurrent sends of one writer. A writer holds one more batch in memory. Default: 2.
     pub sends_in_flight: usize,

@@ -15,6 +15,10 @@ use crate::context::ShuffleContext;
 use crate::error::Error;
 use uniffle_wire::types::{BLOCK_BYTES_MAX, BlockId, PartitionId, TaskAttemptId};
 
+/// Bytes that a block counts in a batch besides its data. Over TCP, the size of a request has twice
+/// the data, and for each block less than twice this number of bytes more.
+const BLOCK_EXTRA_BYTES: u64 = 128;
+
 /// Blocks of one partition in one batch.
 type PartitionBlocks = (PartitionId, Vec<Block>);
 
@@ -89,7 +93,7 @@ impl ShuffleWriter {
         self.written.entry(partition).or_default().push(block.meta.block_id);
         self.totals.blocks += 1;
         self.totals.bytes += u64::from(block.meta.length);
-        self.pending_bytes += u64::from(block.meta.length);
+        self.pending_bytes += u64::from(block.meta.length) + BLOCK_EXTRA_BYTES;
         self.pending.entry(partition).or_default().push(block);
         if self.pending_bytes >= self.shuffle.options().send_bytes_max {
             self.begin_send().await?;
@@ -299,6 +303,38 @@ fn check_quorum(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::assignment::Assignment;
+    use crate::handle::ShuffleHandle;
+    use crate::options::ClientOptions;
+    use crate::proto::{PartitionRangeAssignment, ShuffleServerId};
+    use crate::server::Server;
+    use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
+
+    /// Returns a writer for one partition on a server that is never reached.
+    fn writer(send_bytes_max: u64) -> ShuffleWriter {
+        let server =
+            ShuffleServerId { id: "s".to_owned(), ip: "127.0.0.1".to_owned(), port: 1, ..Default::default() };
+        let range = PartitionRangeAssignment { start_partition: 0, end_partition: 0, server: vec![server] };
+        let assignment = Assignment::new(1, 1, &[range]).unwrap();
+        let options = Arc::new(ClientOptions::default().with(|it| it.send_bytes_max = send_bytes_max));
+        let servers = assignment.servers().iter().cloned();
+        let servers = servers.map(|it| Arc::new(Server::new(it, Arc::clone(&options)).unwrap())).collect();
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        let handle = ShuffleHandle { key, assignment, remote_storage: None };
+        let shuffle = Arc::new(ShuffleContext::new(options, servers, handle));
+        ShuffleWriter::new(shuffle, TaskAttemptId(1)).unwrap()
+    }
+
+    #[tokio::test]
+    async fn tiny_blocks_are_sent_before_they_exceed_a_request() {
+        let mut writer = writer(10 * (1 + BLOCK_EXTRA_BYTES));
+        for _ in 0..9 {
+            writer.write(PartitionId(0), vec![1]).await.unwrap();
+        }
+        assert_eq!(writer.sends.len(), 0);
+        writer.write(PartitionId(0), vec![1]).await.unwrap();
+        assert_eq!((writer.sends.len(), writer.pending.len()), (1, 0));
+    }
 
     #[test]
     fn replicas_are_tried_until_enough_acknowledged() {
