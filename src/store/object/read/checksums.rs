@@ -122,16 +122,18 @@ impl ObjectChecksums {
 
     /// Returns the maximum memory besides the buffer while the stream is read up to `until`.
     pub(super) fn beside_bytes(&self, until: u64) -> usize {
-        let (mut blocks, mut most) = (0, EXTENT_BLOCKS_MAX * LOADS_AT_ONCE);
+        let (mut blocks, mut ahead, mut largest) = (0, 0, EXTENT_BLOCKS_MAX);
         for (_, extent) in self.unknown(self.range.end) {
-            // Records of adjacent extents are read ahead.
-            if extent.base >= until && blocks >= EXTENT_BLOCKS_MAX {
+            // The last request includes records of adjacent later extents.
+            ahead += if extent.base >= until { extent.blocks as usize } else { 0 };
+            if ahead > EXTENT_BLOCKS_MAX {
                 break;
             }
             blocks += extent.blocks as usize;
-            most = most.max(extent.blocks as usize);
+            largest = largest.max(extent.blocks as usize);
         }
-        blocks.min(CHECKS_MAX) * size_of::<BlockCheck>() + blocks.min(most) * RECORD_BYTES
+        let records = blocks.min(largest * LOADS_AT_ONCE);
+        blocks.min(CHECKS_MAX) * size_of::<BlockCheck>() + records * RECORD_BYTES
     }
 
     /// Returns the places of the records that [`ObjectChecksums::prepare`] will read because they
@@ -264,6 +266,23 @@ async fn load(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn estimate_includes_records_that_are_read_ahead() {
+        let extent = |base: u64, blocks: u32, object: u32, record: u64| {
+            let extent = Extent { blocks, ..Extent::gap(base, u64::from(blocks) * 10) };
+            extent.in_object(object, 0, record * RECORD_BYTES as u64)
+        };
+        let mut list = ExtentList::default();
+        [extent(0, 4000, 1, 0), extent(40_000, 100, 2, 0), extent(41_000, 3996, 2, 100)]
+            .into_iter()
+            .for_each(|extent| list.push(extent));
+        let checksums = ObjectChecksums::new(Arc::new(list), 0..80_960);
+        // The records of the third extent are read with those of the second.
+        let used = 8096 * RECORD_BYTES + 4100 * size_of::<BlockCheck>();
+        let estimate = checksums.beside_bytes(41_000);
+        assert!(estimate >= used, "{estimate} bytes are charged, {used} are used");
+    }
 
     /// A read is not charged before its first chunk, and there may be many readers.
     #[test]
