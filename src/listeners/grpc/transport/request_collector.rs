@@ -220,7 +220,7 @@ impl RequestCollector {
             return Ok(());
         }
         let wanted = (2 * all.capacity()).max(COLLECT_BYTES).max(needed).min(whole);
-        if whole > FREE_BYTES + PREFIX_BYTES {
+        if whole > FREE_BYTES {
             self.charge(charge, (wanted - all.capacity()) as u64, more).await?;
         }
         all.reserve_exact(wanted - all.len());
@@ -349,6 +349,22 @@ mod tests {
         }
         let empty = proto::AppHeartBeatRequest::default();
         assert_eq!(heartbeat(framed(&empty, 5), 100).await, Ok(empty));
+    }
+
+    #[tokio::test]
+    async fn message_in_pieces_is_charged_like_a_whole_one() {
+        let collector = RequestHeap::new(&heap(), WAIT).collector();
+        for bytes in [FREE_BYTES, FREE_BYTES + 1, FREE_BYTES + PREFIX_BYTES, 1000] {
+            let request = proto::AppHeartBeatRequest { app_id: "a".repeat(bytes - 3) };
+            assert_eq!(request.encoded_len(), bytes);
+            let charged = async |cut: usize| {
+                let mut body = body_of(framed(&request, cut));
+                let read = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, 4000, nested);
+                read.await.unwrap().1.bytes()
+            };
+            let (in_pieces, whole) = (charged(50).await, charged(4000).await);
+            assert_eq!(in_pieces, whole, "a message of {bytes} bytes");
+        }
     }
 
     #[tokio::test]
