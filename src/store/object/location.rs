@@ -33,7 +33,7 @@ impl BucketUrl {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let is_of_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
         if !BUCKET_CHARS.contains(&bucket.len()) || !bucket.chars().all(is_of_name) {
-            return Err(format!("{}; a bucket has 3 to 63 letters, digits, `.` and `-`", form()));
+            return Err(format!("{}; a bucket has 3 to 63 letters, digits and any of `.-_`", form()));
         }
         let prefix = prefix.strip_suffix('/').unwrap_or(prefix);
         let is_sound = |part: &str| {
