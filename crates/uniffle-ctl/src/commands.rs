@@ -50,6 +50,9 @@ pub(crate) async fn run(arguments: &Arguments) -> Result<u8, CommandFailure> {
         }
         CtlCommand::Orphans { live, remove, older_than } => {
             let wanted = orphans::OrphanOptions { live, remove: remove.as_deref(), older_than: *older_than };
+            for target in targets.iter().filter(|target| target.is_lost) {
+                complain(&format!("{}: not asked: {}", target.name, lost::NO_HEARTBEATS));
+            }
             // An awaited worker may be alive, and owns its objects.
             targets.retain(|target| !target.is_lost || awaited.contains(&target.name));
             let answer = orphans::run(&client, arguments, &targets, &wanted, &progress).await?;

@@ -115,7 +115,7 @@ fn target(id: String) -> WorkerTarget {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
 
@@ -127,28 +127,33 @@ mod tests {
         arguments: Arguments,
     }
 
-    /// Answers every request with `body`.
-    async fn answer(listener: TcpListener, body: &str) {
+    /// Returns a listener and a worker at its address.
+    pub(crate) async fn listening_worker(name: &str) -> (TcpListener, WorkerTarget) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let http = ListenerAddress::parse(&listener.local_addr().unwrap().to_string(), 0).unwrap();
+        let worker = WorkerTarget { name: name.to_owned(), http: http.clone(), admin: http, is_lost: false };
+        (listener, worker)
+    }
+
+    /// Answers one request with `status` and `body`.
+    pub(crate) async fn answer_one(listener: &TcpListener, status: u16, body: &str) {
         let length = body.len();
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            let mut request = [0; 4096];
-            let _head = stream.read(&mut request).await.unwrap();
-            let text =
-                format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}");
-            stream.write_all(text.as_bytes()).await.unwrap();
-        }
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut request = [0; 4096];
+        let _head = stream.read(&mut request).await.unwrap();
+        let text =
+            format!("HTTP/1.1 {status} x\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}");
+        stream.write_all(text.as_bytes()).await.unwrap();
     }
 
     #[tokio::test]
     async fn absent_workers_are_listed_once_and_not_queried() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let http = ListenerAddress {
-            is_tls: false,
-            host: "127.0.0.1".to_owned(),
-            port: listener.local_addr().unwrap().port(),
+        let (listener, known) = listening_worker("w-1").await;
+        let answering = async {
+            loop {
+                answer_one(&listener, 200, r#"{"lost":["w-1","w-2"],"awaited":["w-1","w-3"]}"#).await;
+            }
         };
-        let known = WorkerTarget { name: "w-1".to_owned(), http: http.clone(), admin: http, is_lost: false };
         let line = ["ctl", "--coordinator", "127.0.0.1:1", "top"];
         let arguments =
             <Line as clap::Parser>::try_parse_from(line).unwrap_or_else(|error| panic!("{error}")).arguments;
@@ -159,7 +164,7 @@ mod tests {
         };
         let listed = tokio::select! {
             listed = listing => listed,
-            () = answer(listener, r#"{"lost":["w-1","w-2"],"awaited":["w-1","w-3"]}"#) => unreachable!(),
+            () = answering => unreachable!(),
         };
         let names: Vec<_> = listed.targets.iter().map(|target| target.name.as_str()).collect();
         assert_eq!(names, ["w-1", "w-2", "w-3"]);

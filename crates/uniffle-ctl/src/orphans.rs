@@ -72,13 +72,14 @@ pub(crate) async fn run(
     Ok(json!({ "removed": removed }))
 }
 
-/// Returns the first answering worker that has an object store, and its answer.
+/// Returns the first answering worker that has an object store, and its answer. Does not ask lost
+/// workers.
 async fn first_with_a_store<'t>(
     client: &HttpClient,
     targets: &'t [WorkerTarget],
 ) -> Result<(&'t WorkerTarget, Value), CommandFailure> {
     let mut failed = CommandFailure::Unreachable("no worker to ask".to_owned());
-    for target in targets {
+    for target in targets.iter().filter(|target| !target.is_lost) {
         match client.post(&target.admin, "/admin/orphans", None).await {
             Ok(answer) => return Ok((target, answer)),
             Err(failure) if failure.is_missing() => {
@@ -145,6 +146,7 @@ async fn remove(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lost::tests::{answer_one, listening_worker};
 
     fn worker(id: &str, is_own: bool, newest_unix_ms: u64) -> Value {
         json!({
@@ -175,6 +177,18 @@ mod tests {
             "a worker whose objects are new must not be chosen"
         );
         assert_eq!(is_removable(&["d".to_owned()]), [false, false, false, true]);
+    }
+
+    #[tokio::test]
+    async fn lost_worker_is_not_asked() {
+        let (listener, worker) = listening_worker("w-1").await;
+        let lost = WorkerTarget { name: "w-2".to_owned(), is_lost: true, ..worker.clone() };
+        let targets = [worker, lost];
+        let client = HttpClient::of(None, Duration::from_secs(10));
+        let serving = async move { answer_one(&listener, 404, "").await };
+        let (asked, ()) = tokio::join!(first_with_a_store(&client, &targets), serving);
+        let failure = asked.unwrap_err().to_string();
+        assert_eq!(failure, "w-1: the worker has no object store");
     }
 
     #[test]

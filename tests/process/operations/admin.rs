@@ -82,6 +82,10 @@ async fn lost_node_is_removed_from_the_list_on_request() {
         let row = listed.stdout.lines().find(|line| line.starts_with("w-1 ")).unwrap_or_default();
         assert!(listed.code == 3 && row.contains(" lost "), "{call}: {}{}", listed.stdout, listed.stderr);
     }
+    let admin_port = fixture.worker.addresses().admin.unwrap().port().to_string();
+    let asked = ["ctl", "orphans", "--coordinator", &coordinator, "--admin-port", &admin_port];
+    let refused = super::ctl::run(&asked).await.failed(1);
+    assert!(refused.contains("w-1: not asked") && refused.contains("has no object store"), "{refused}");
     let call = || fixture.call("/admin/coordinator/forget", r#"{"id": "w-1"}"#);
     assert_eq!(call().await, (StatusCode::OK, json!({ "forgotten": "w-1" })));
     // The view may be a second out of date.
