@@ -1,9 +1,9 @@
 //! The calls of a client over one connection (two with raw TCP), timed and counted.
 //!
-//! Ticket requests and reads of blocks are retried after NO_BUFFER. Sends are retried with a new
-//! ticket after NO_BUFFER, INTERNAL_ERROR and TIMEOUT. Any other failure ends the run, including
-//! NO_BUFFER in response to another call. Failures of heartbeats and of the application's end are
-//! ignored. The order of the calls is in [`super::write`] and [`super::read`].
+//! Calls are retried after NO_BUFFER. Sends are retried with a new ticket after NO_BUFFER,
+//! INTERNAL_ERROR and TIMEOUT. Any other failure ends the run. Failures of heartbeats and of the
+//! application's end are ignored. The order of the calls is in [`super::write`] and
+//! [`super::read`].
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -118,9 +118,12 @@ impl ClientSession {
             shuffle_data_distribution: i32::from(local_order),
             ..Default::default()
         };
-        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/registerShuffle", &request);
-        let answer: proto::ShuffleRegisterResponse = timed(stats, Rpc::RegisterShuffle, call).await?;
-        success("registerShuffle", answer.status, &answer.ret_msg)
+        self.retry_no_buffer(stats, || async {
+            let call = self.grpc.call_encoded("/rss.common.ShuffleServer/registerShuffle", &request);
+            let answer: proto::ShuffleRegisterResponse = timed(stats, Rpc::RegisterShuffle, call).await?;
+            granted("registerShuffle", answer.status, &answer.ret_msg, || Ok(()))
+        })
+        .await
     }
 
     /// Requires a ticket and sends, with retries. `due` is the time at which the message should
@@ -222,9 +225,13 @@ impl ClientSession {
             partition_to_block_ids: blocks.into_iter().map(partition).collect(),
             partition_stats: Vec::new(),
         };
-        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/reportShuffleResult", &request);
-        let answer: proto::ReportShuffleResultResponse = timed(stats, Rpc::ReportShuffleResult, call).await?;
-        success("reportShuffleResult", answer.status, &answer.ret_msg)
+        self.retry_no_buffer(stats, || async {
+            let call = self.grpc.call_encoded("/rss.common.ShuffleServer/reportShuffleResult", &request);
+            let answer: proto::ReportShuffleResultResponse =
+                timed(stats, Rpc::ReportShuffleResult, call).await?;
+            granted("reportShuffleResult", answer.status, &answer.ret_msg, || Ok(()))
+        })
+        .await
     }
 
     /// Returns the ids reported for a partition.
@@ -234,6 +241,7 @@ impl ClientSession {
         key: &ShuffleKey,
         partition: PartitionId,
     ) -> anyhow::Result<Treemap> {
+        const PATH: &str = "/rss.common.ShuffleServer/getShuffleResultForMultiPart";
         let request = proto::GetShuffleResultForMultiPartRequest {
             app_id: key.app.as_str().to_owned(),
             shuffle_id: key.shuffle.0,
@@ -244,11 +252,15 @@ impl ClientSession {
                 task_attempt_id_bits: LAYOUT.task_bits.cast_signed(),
             }),
         };
-        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/getShuffleResultForMultiPart", &request);
-        let answer: proto::GetShuffleResultForMultiPartResponse =
-            timed(stats, Rpc::GetShuffleResult, call).await?;
-        success("getShuffleResultForMultiPart", answer.status, &answer.ret_msg)?;
-        Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
+        self.retry_no_buffer(stats, || async {
+            let call = self.grpc.call_encoded(PATH, &request);
+            let answer: proto::GetShuffleResultForMultiPartResponse =
+                timed(stats, Rpc::GetShuffleResult, call).await?;
+            granted("getShuffleResultForMultiPart", answer.status, &answer.ret_msg, || {
+                Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
+            })
+        })
+        .await
     }
 
     /// Returns the blocks in memory after `after`, and the server's end flag.
@@ -376,9 +388,12 @@ impl ClientSession {
             app_id: key.app.as_str().to_owned(),
             shuffle_id: key.shuffle.0,
         };
-        let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffle", &request);
-        let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
-        success("unregisterShuffle", answer.status, &answer.ret_msg)
+        self.retry_no_buffer(stats, || async {
+            let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffle", &request);
+            let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
+            granted("unregisterShuffle", answer.status, &answer.ret_msg, || Ok(()))
+        })
+        .await
     }
 
     /// Unregisters the application. Errors are ignored, because servers before 0.9 do not know this
@@ -431,11 +446,6 @@ fn verdict(rpc: &str, status: i32, text: &str) -> anyhow::Result<Verdict> {
         Ok(status) => Ok(Verdict::Failed(status)),
         Err(_) => bail!("{rpc}: unknown status {status}: {text}"),
     }
-}
-
-fn success(rpc: &str, status: i32, text: &str) -> anyhow::Result<()> {
-    ensure!(status == 0, "{rpc}: status {status}: {text}");
-    Ok(())
 }
 
 fn granted<T>(
@@ -525,4 +535,66 @@ async fn memory_over_tcp(
         ret_msg,
         is_end,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::convert::Infallible;
+
+    use http_body_util::Full;
+    use hyper::server::conn::http2;
+    use hyper::service::service_fn;
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+    use parking_lot::Mutex;
+    use prost::Message as _;
+    use tokio::net::TcpListener;
+    use uniffle_wire::types::{AppId, ShuffleId};
+
+    use super::*;
+    use crate::content::Sizes;
+
+    /// Responds to the first call of each kind with NO_BUFFER, and to later ones with SUCCESS.
+    async fn serve_reluctantly(listener: TcpListener) {
+        let (stream, _) = listener.accept().await.unwrap();
+        let called = Mutex::new(HashSet::new());
+        let service = service_fn(|request: hyper::Request<hyper::body::Incoming>| {
+            let is_first = called.lock().insert(request.uri().path().to_owned());
+            let status = if is_first { StatusCode::NoBuffer } else { StatusCode::Success };
+            // The responses of all calls begin with the same fields.
+            let answer = proto::ShuffleRegisterResponse { status: status.into(), ..Default::default() };
+            let answer = answer.encode_to_vec();
+            let body = [&[0, 0, 0, 0, u8::try_from(answer.len()).unwrap()], &answer[..]].concat();
+            async move { Ok::<_, Infallible>(hyper::Response::new(Full::new(Bytes::from(body)))) }
+        });
+        let server = http2::Builder::new(TokioExecutor::new());
+        server.serve_connection(TokioIo::new(stream), service).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn every_call_is_repeated_after_no_buffer() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let pause = Duration::from_millis(1);
+        let target = ServerTarget {
+            grpc: listener.local_addr().unwrap(),
+            tcp: None,
+            transport: DataTransport::Grpc,
+            rpc_timeout: Duration::from_secs(10),
+            backoff: RetryPauses { first: pause, longest: pause, attempts: 3 },
+        };
+        let pool = Arc::new(ContentPool::new(1, Sizes::fixed(10)));
+        let key = ShuffleKey::new(AppId::parse("app").unwrap(), ShuffleId(1));
+        let (stats, mut tasks) = (Stats::default(), JoinSet::new());
+        let calls = async {
+            let session = ClientSession::connect(target, pool, &mut tasks).await?;
+            session.register(&stats, &key, 2, false).await?;
+            session.report(&stats, &key, TaskAttemptId(1), BTreeMap::new()).await?;
+            session.results(&stats, &key, PartitionId(0)).await?;
+            session.unregister(&stats, &key).await
+        };
+        tokio::select! {
+            called = calls => called.unwrap(),
+            () = serve_reluctantly(listener) => panic!("the connection ended early"),
+        }
+    }
 }
