@@ -1,7 +1,7 @@
 //! One raw TCP ("Netty") connection. Responses are matched by request id, as in the Java client.
 //!
-//! Several tasks share it, and frames are written whole, one after another. The content of the
-//! frames is in [`super::message`] and [`super::session`].
+//! Several tasks share it, and frames are written whole, one after another, or the connection is
+//! closed. The content of the frames is in [`super::message`] and [`super::session`].
 
 use std::collections::HashMap;
 use std::io::IoSlice;
@@ -42,7 +42,8 @@ type PendingCalls = Arc<Mutex<Option<HashMap<i64, oneshot::Sender<TcpResponse>>>
 /// A connection.
 #[derive(Debug)]
 pub(crate) struct RawConnection {
-    writer: tokio::sync::Mutex<OwnedWriteHalf>,
+    /// `None` once a frame was not sent whole: the peer would take later frames for its rest.
+    writer: tokio::sync::Mutex<Option<OwnedWriteHalf>>,
     waiting: PendingCalls,
     next: AtomicI64,
     reader: AbortHandle,
@@ -75,7 +76,7 @@ impl RawConnection {
             let _ = receive(read, &answers).await;
             *answers.lock() = None;
         });
-        let writer = tokio::sync::Mutex::new(write);
+        let writer = tokio::sync::Mutex::new(Some(write));
         Ok(Self { writer, waiting, next: AtomicI64::new(0), reader, address, rpc_timeout })
     }
 
@@ -98,7 +99,9 @@ impl RawConnection {
     }
 
     async fn write(&self, frame: MessagePieces) -> std::io::Result<()> {
-        let mut writer = self.writer.lock().await;
+        let mut place = self.writer.lock().await;
+        // Dropped if the call fails or times out, which closes the connection.
+        let mut writer = place.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
         let mut slices: Vec<IoSlice<'_>> = frame.pieces.iter().map(|piece| IoSlice::new(piece)).collect();
         let mut remaining = slices.as_mut_slice();
         while !remaining.is_empty() {
@@ -109,6 +112,7 @@ impl RawConnection {
             }
             IoSlice::advance_slices(&mut remaining, written);
         }
+        *place = Some(writer);
         Ok(())
     }
 }
@@ -133,5 +137,36 @@ async fn receive(mut stream: OwnedReadHalf, waiting: &PendingCalls) -> anyhow::R
             // The caller may have timed out.
             let _ = receiver.send(TcpResponse { kind, message, body: frame.freeze() });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+    use tokio::task::JoinSet;
+
+    use super::*;
+
+    fn frame(length: usize) -> MessagePieces {
+        MessagePieces { length, pieces: vec![vec![0; length].into()] }
+    }
+
+    #[tokio::test]
+    async fn partly_sent_frame_closes_the_connection() {
+        // Larger than the buffers of both sockets.
+        const LENGTH: usize = 64 << 20;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut tasks = JoinSet::new();
+        let within = Duration::from_millis(200);
+        let connecting = RawConnection::connect(listener.local_addr().unwrap(), within, &mut tasks);
+        let (connection, accepted) = tokio::join!(connecting, listener.accept());
+        let (connection, mut peer) = (connection.unwrap(), accepted.unwrap().0);
+        let refused = connection.call(1, frame(LENGTH)).await.unwrap_err().to_string();
+        assert!(refused.contains("no answer within"), "{refused}");
+        let late = connection.call(2, frame(10)).await.unwrap_err().to_string();
+        assert!(!late.contains("no answer within"), "{late}");
+        let mut sent = Vec::new();
+        timeout(Duration::from_secs(10), peer.read_to_end(&mut sent)).await.expect("it is open").unwrap();
+        assert!(sent.len() < LENGTH, "{}", sent.len());
     }
 }
