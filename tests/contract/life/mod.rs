@@ -8,6 +8,7 @@
 //! an object store, the names have a prefix (docs/testing.md).
 
 mod clients;
+mod ends;
 mod fault_plan;
 mod history;
 mod invariants;
