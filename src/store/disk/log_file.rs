@@ -80,6 +80,9 @@ pub(in crate::store) struct Log {
     pub(super) forgotten: AtomicBool,
     /// True once its bytes were subtracted from the shuffle's.
     is_uncounted: AtomicBool,
+    /// Lowest sequence number of the index groups that refer to a found data log. `u64::MAX` for
+    /// other logs.
+    first_sequence: AtomicU64,
 }
 
 /// Stage of a log. A log only advances, except that a failed removal is repeated.
@@ -110,7 +113,23 @@ impl Log {
         number: u32,
     ) -> Self {
         let (next, uses, stage, file, syncs, forgotten, is_uncounted) = Default::default();
-        Self { id, slot, kind, disk, path, number, next, uses, stage, file, syncs, forgotten, is_uncounted }
+        let first_sequence = AtomicU64::new(u64::MAX);
+        Self {
+            id,
+            slot,
+            kind,
+            disk,
+            path,
+            number,
+            next,
+            uses,
+            stage,
+            file,
+            syncs,
+            forgotten,
+            is_uncounted,
+            first_sequence,
+        }
     }
 
     fn is_at(&self, stage: LogStage) -> bool {
@@ -136,6 +155,16 @@ impl Log {
         self.next.store(bytes, Ordering::Relaxed);
         self.created(None);
         self.close();
+    }
+
+    /// Notes that the index group `sequence` refers to a data log that a start found.
+    pub(in crate::store) fn found_in_group(&self, sequence: u64) {
+        self.first_sequence.fetch_min(sequence, Ordering::Relaxed);
+    }
+
+    /// Returns a number that orders the data logs of a shuffle by age, oldest first.
+    pub(in crate::store) fn order(&self) -> (u64, u16) {
+        (self.first_sequence.load(Ordering::Relaxed), self.slot)
     }
 
     /// Notes that the file exists.

@@ -183,7 +183,7 @@ impl DiskShuffle {
     }
 
     /// Returns the log in a slot that an extent names.
-    pub(super) fn log_at(&self, slot: u16) -> Arc<Log> {
+    pub(in crate::store) fn log_at(&self, slot: u16) -> Arc<Log> {
         Arc::clone(&self.logs.read()[usize::from(slot)])
     }
 

@@ -112,8 +112,7 @@ impl LocalStore {
     /// Chooses the data of a shuffle to be offloaded next: every partition's extents up to the last
     /// one in its oldest data logs, except `excluded` ones. An object then has a contiguous part of
     /// the stream, whatever disks the batches went to. These logs have at most `bytes_max` bytes
-    /// together, unless the first has more. They are closed for writing. Logs of an earlier process
-    /// count as old in the order in which the recovery found them.
+    /// together, unless the first has more. They are closed for writing.
     pub async fn oldest(
         &self,
         handle: &DiskShuffleHandle,
@@ -121,15 +120,15 @@ impl LocalStore {
         excluded: Excluded,
     ) -> ChosenExtents {
         let shuffle = &handle.shuffle;
-        let chosen = shuffle.with_streams(|streams| {
-            let mut bytes = 0;
-            let before = streams.logs().take_while(|(_, of_log)| {
-                let is_in = bytes == 0 || bytes + of_log.bytes <= bytes_max;
-                bytes += of_log.bytes;
-                is_in
-            });
-            before.map(|(slot, _)| slot).collect::<HashSet<u16>>()
+        let mut logs: Vec<_> = shuffle.with_streams(|streams| streams.logs().collect());
+        logs.sort_unstable_by_key(|(slot, _)| shuffle.log_at(*slot).order());
+        let mut bytes = 0;
+        let oldest = logs.into_iter().take_while(|(_, of_log)| {
+            let is_in = bytes == 0 || bytes + of_log.bytes <= bytes_max;
+            bytes += of_log.bytes;
+            is_in
         });
+        let chosen: HashSet<u16> = oldest.map(|(slot, _)| slot).collect();
         self.end_logs(shuffle, |log| chosen.contains(&log.slot)).await;
         self.choose(handle, partitions_of(shuffle).await, Some(chosen), excluded)
     }

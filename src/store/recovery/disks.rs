@@ -325,7 +325,7 @@ impl<'a> Rebuild<'a> {
                 continue;
             }
             let end = entry.data_offset + entry.length;
-            let data_log = self.data_log(source, end)?;
+            let data_log = self.data_log(source, end, group.header.sequence)?;
             let page = u32::try_from(entry.data_offset / BLOCK_ALIGN as u64).ok();
             let extent = match data_log.zip(page) {
                 Some((data_log, data_page)) => {
@@ -388,16 +388,21 @@ impl<'a> Rebuild<'a> {
         }
     }
 
-    /// Returns the slot of a data log with at least `end` bytes, or `None` if there is no such log.
-    fn data_log(&mut self, name: DataLogName, end: u64) -> Result<Option<u16>, StoreError> {
+    /// Returns the slot of a data log with at least `end` bytes, to which the group `sequence`
+    /// refers. Returns `None` if there is no such log.
+    fn data_log(&mut self, name: DataLogName, end: u64, sequence: u64) -> Result<Option<u16>, StoreError> {
         let Some(found) = self.sources.get_mut(&name).filter(|found| end <= found.file.bytes) else {
             return Ok(None);
         };
-        if let Some(log) = &found.log {
-            return Ok(Some(log.slot));
-        }
-        let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, &found.file)?;
-        Ok(Some(found.log.insert(log).slot))
+        let log = match &found.log {
+            Some(log) => log,
+            None => {
+                let log = adopt_log(self.core, self.shuffle, &found.disk, LogKind::Data, &found.file)?;
+                found.log.insert(log)
+            }
+        };
+        log.found_in_group(sequence);
+        Ok(Some(log.slot))
     }
 
     /// Returns the reason why data cannot be read, as text.

@@ -65,6 +65,27 @@ async fn copies(store: &LocalStore, handle: &DiskShuffleHandle) -> Vec<(Partitio
     copies
 }
 
+/// Regression test: after a restart, all data of one disk was older than that of the next one.
+#[tokio::test(start_paused = true)]
+async fn data_of_an_earlier_process_is_chosen_by_age() {
+    let (disks, store, key, handle) = two_disks_with_blocks(40).await;
+    let oldest = async |store: &LocalStore, handle: &DiskShuffleHandle| {
+        let mut chosen = store.oldest(handle, 1, Excluded::new()).await;
+        let mut bytes = 0;
+        while let Some(run) = chosen.next_run().await {
+            bytes += run.extents.iter().map(|extent| extent.length).sum::<u64>();
+        }
+        bytes
+    };
+    let before = oldest(&store, &handle).await;
+    drop((store, handle));
+    for disks in [disks.each_ref(), [&disks[1], &disks[0]]] {
+        let store = open(disks.map(TestDisk::disk).to_vec()).await.unwrap();
+        recover(&store).await;
+        assert_eq!(oldest(&store, &store.handle(&key).unwrap()).await, before);
+    }
+}
+
 /// Relocates all data of a shuffle to an object, as an offload does.
 async fn relocate_all(store: &LocalStore, handle: &DiskShuffleHandle) -> Result<u64, StoreError> {
     store.relocate(handle, copies(store, handle).await).await
