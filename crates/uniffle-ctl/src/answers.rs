@@ -39,7 +39,7 @@ pub(crate) fn failures<'a>(
 pub(crate) fn state(target: &WorkerTarget, failure: &CommandFailure) -> &'static str {
     match failure {
         _ if target.is_lost => "lost",
-        CommandFailure::NotReached(_) => "not ready",
+        CommandFailure::StateNotReached(_) => "not ready",
         CommandFailure::Refused { .. } => "refuses",
         CommandFailure::Unreachable(_) | CommandFailure::Usage(_) => "no answer",
     }

@@ -125,7 +125,7 @@ async fn ask(
         CtlCommand::Status { ready } => {
             let status = get("/api/v1/status".to_owned()).await?;
             match status["node"]["not_ready"].as_str() {
-                Some(why) if *ready => Err(CommandFailure::NotReached(format!("not ready: {why}"))),
+                Some(why) if *ready => Err(CommandFailure::StateNotReached(format!("not ready: {why}"))),
                 _ => Ok(status),
             }
         }

@@ -366,8 +366,8 @@ pub(crate) enum CommandFailure {
     Usage(String),
     /// No usable answer arrived.
     Unreachable(String),
-    /// The required state was not reached in time.
-    NotReached(String),
+    /// The required state was not reached.
+    StateNotReached(String),
 }
 
 impl CommandFailure {
@@ -377,7 +377,7 @@ impl CommandFailure {
             Self::Refused { .. } => 1,
             Self::Usage(_) => 2,
             Self::Unreachable(_) => 3,
-            Self::NotReached(_) => 4,
+            Self::StateNotReached(_) => 4,
         }
     }
 
@@ -393,7 +393,7 @@ impl fmt::Display for CommandFailure {
             Self::Refused { text, .. }
             | Self::Usage(text)
             | Self::Unreachable(text)
-            | Self::NotReached(text) => f.write_str(text),
+            | Self::StateNotReached(text) => f.write_str(text),
         }
     }
 }

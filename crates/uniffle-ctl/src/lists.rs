@@ -203,7 +203,7 @@ mod tests {
             [(&silent, Err(CommandFailure::Unreachable("refused".to_owned())))];
         let text = workers(&answers, |it| it, None, NARROW);
         let waiting: [(&WorkerTarget, WorkerAnswer); 1] =
-            [(&silent, Err(CommandFailure::NotReached("memory".to_owned())))];
+            [(&silent, Err(CommandFailure::StateNotReached("memory".to_owned())))];
         assert!(workers(&waiting, |it| it, None, NARROW).contains("w-1     not ready"));
         assert!(
             text.lines().nth(1).is_some_and(|line| line.starts_with("w-1     no answer     -")),

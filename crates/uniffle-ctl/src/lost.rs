@@ -54,7 +54,7 @@ pub(crate) async fn fleet(client: &HttpClient, arguments: &Arguments) -> Result<
         if is_over && fleet.is_starting {
             let text =
                 "a coordinator has just started and may not know all workers; run the command again later";
-            return Err(CommandFailure::NotReached(text.to_owned()));
+            return Err(CommandFailure::StateNotReached(text.to_owned()));
         }
         if is_complete || is_over {
             return Ok(Fleet { targets: selected(arguments, fleet.targets)?, ..fleet });

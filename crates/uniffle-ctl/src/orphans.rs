@@ -138,7 +138,7 @@ async fn remove(
         }
         if some == 0 {
             let text = format!("{worker}: cannot remove its objects, although they are listed");
-            return Err(CommandFailure::NotReached(text));
+            return Err(CommandFailure::StateNotReached(text));
         }
     }
 }

@@ -53,7 +53,7 @@ struct Before {
 /// Checks the program that runs after the signal against the one before.
 fn compare(name: &str, before: &Program, after: &Program) -> Result<(), CommandFailure> {
     if after.started_ms == before.started_ms {
-        return Err(CommandFailure::NotReached("has not restarted yet".to_owned()));
+        return Err(CommandFailure::StateNotReached("has not restarted yet".to_owned()));
     }
     let lost = after.lost_blocks.saturating_sub(before.lost_blocks);
     if lost > 0 {
@@ -217,7 +217,7 @@ async fn upgrade(
         }
         if Instant::now() + LOOK_INTERVAL > deadline {
             let within = options.within;
-            return Err(CommandFailure::NotReached(format!(
+            return Err(CommandFailure::StateNotReached(format!(
                 "{}: timed out after {within:?}: {problem}",
                 target.name
             )));
@@ -244,7 +244,9 @@ async fn settled(
     let registered = registered(arguments).await?;
     match before.registered.difference(&registered).next() {
         None => Ok(after.build),
-        Some(id) => Err(CommandFailure::NotReached(format!("{id} is not registered with the coordinator"))),
+        Some(id) => {
+            Err(CommandFailure::StateNotReached(format!("{id} is not registered with the coordinator")))
+        }
     }
 }
 
@@ -261,7 +263,7 @@ async fn ready_program(client: &HttpClient, target: &WorkerTarget) -> Result<Pro
     let status = client.get(&target.http, "/api/v1/status").await?;
     let node = &status["node"];
     if let Some(why) = node["not_ready"].as_str() {
-        return Err(CommandFailure::NotReached(format!("{}: not ready: {why}", target.name)));
+        return Err(CommandFailure::StateNotReached(format!("{}: not ready: {why}", target.name)));
     }
     let text = |name: &str| node[name].as_str().unwrap_or("unknown").to_owned();
     let build = format!("{} ({})", text("version"), text("commit"));
@@ -292,7 +294,9 @@ async fn signal(target: &WorkerTarget, options: &Options<'_>) -> Result<(), Comm
     let run = Command::new("sh").args(["-c", &command]).stdin(Stdio::null()).kill_on_drop(true).output();
     let ended = timeout(options.within, run).await;
     let output = ended
-        .map_err(|_| CommandFailure::NotReached(format!("{}: --command timed out: {command}", target.name)))?
+        .map_err(|_| {
+            CommandFailure::StateNotReached(format!("{}: --command timed out: {command}", target.name))
+        })?
         .map_err(|error| failed(format!("--command: {error}")))?;
     match output.status.success() {
         true => Ok(()),
@@ -347,7 +351,7 @@ mod tests {
             row(json!({ "worker": name, "state": state, "from": "0.2.0 (a1b2)" })),
             "w-1: not upgraded, runs 0.2.0 (a1b2)\n"
         );
-        let failure = CommandFailure::NotReached("w-1: not ready: memory is full".to_owned());
+        let failure = CommandFailure::StateNotReached("w-1: not ready: memory is full".to_owned());
         let error = text_of(&target(name, "h"), &failure);
         assert_eq!(
             row(json!({ "worker": name, "state": state, "error": error })),

@@ -115,7 +115,7 @@ async fn pause(
     remaining: impl FnOnce() -> String,
 ) -> Result<(), CommandFailure> {
     if start.elapsed() + LOOK_INTERVAL > within {
-        return Err(CommandFailure::NotReached(format!("timed out after {within:?}: {}", remaining())));
+        return Err(CommandFailure::StateNotReached(format!("timed out after {within:?}: {}", remaining())));
     }
     sleep(LOOK_INTERVAL).await;
     Ok(())
