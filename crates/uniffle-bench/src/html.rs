@@ -123,7 +123,7 @@ fn phase_row(phase: &PhaseReport) -> Vec<String> {
 fn latency_row(latency: &Latency) -> Vec<String> {
     let ms = |value: f64| format!("{value:.2}");
     vec![
-        format!("{:?}", latency.rpc),
+        format!("{:?}", latency.operation),
         latency.count.to_string(),
         ms(latency.p50_ms),
         ms(latency.p99_ms),
@@ -152,7 +152,10 @@ fn throughput(samples: &[PhaseSample]) -> Vec<PlotLine> {
 fn latency_plot(phase: &PhaseReport) -> String {
     let curve = |latency: &Latency| {
         let nines = |&(quantile, ms): &(f64, f64)| (-(1.0 - quantile).max(1e-5).log10(), ms);
-        PlotLine { name: format!("{:?}", latency.rpc), points: latency.curve.iter().map(nines).collect() }
+        PlotLine {
+            name: format!("{:?}", latency.operation),
+            points: latency.curve.iter().map(nines).collect(),
+        }
     };
     let curves: Vec<PlotLine> =
         phase.latencies.iter().filter(|latency| latency.count > 1).map(curve).collect();

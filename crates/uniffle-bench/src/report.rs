@@ -259,7 +259,7 @@ fn phase_text(phase: &PhaseReport) -> String {
     for latency in &phase.latencies {
         text += &format!(
             "           {:<22} {:>8} calls  p50 {:>9.2} ms  p99 {:>9.2}  p99.9 {:>9.2}  max {:>9.2}\n",
-            format!("{:?}", latency.rpc),
+            format!("{:?}", latency.operation),
             latency.count,
             latency.p50_ms,
             latency.p99_ms,
@@ -291,13 +291,13 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::stats::{Rpc, Stats};
+    use crate::stats::{Operation, Stats};
 
     /// A report with something in every part.
     pub(crate) fn sample_report() -> BenchReport {
         let stats = Stats::default();
-        stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(12));
-        stats.record(Rpc::SendShuffleData, std::time::Duration::from_millis(14));
+        stats.record(Operation::SendShuffleData, std::time::Duration::from_millis(12));
+        stats.record(Operation::SendShuffleData, std::time::Duration::from_millis(14));
         let server =
             ServerUse { cpu_seconds: 1.0, peak_rss_bytes: 1 << 30, threads: 14, ..ServerUse::default() };
         let phase = PhaseReport {

@@ -24,7 +24,7 @@ use crate::content::ContentPool;
 use crate::grpc_connection::GrpcConnection;
 use crate::message::{self, MessagePieces};
 use crate::plan::{LAYOUT, PlannedMessage};
-use crate::stats::{Rpc, Stats, add};
+use crate::stats::{Operation, Stats, add};
 use crate::tcp_connection::{RawConnection, TcpResponse};
 
 /// Attempts to send one message, each with a new ticket (`rss.client.rpc.maxAttempts`).
@@ -120,7 +120,8 @@ impl ClientSession {
         };
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/registerShuffle", &request);
-            let answer: proto::ShuffleRegisterResponse = timed(stats, Rpc::RegisterShuffle, call).await?;
+            let answer: proto::ShuffleRegisterResponse =
+                timed(stats, Operation::RegisterShuffle, call).await?;
             granted("registerShuffle", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -139,7 +140,7 @@ impl ClientSession {
             let ticket = self.require(stats, key, message).await?;
             let begin = Instant::now();
             let (status, text) = self.send(key, ticket, message).await?;
-            stats.record(Rpc::SendShuffleData, begin.elapsed());
+            stats.record(Operation::SendShuffleData, begin.elapsed());
             match verdict("sendShuffleData", status, &text)? {
                 Verdict::Success => break,
                 Verdict::NoBuffer | Verdict::Failed(StatusCode::InternalError | StatusCode::Timeout)
@@ -151,7 +152,7 @@ impl ClientSession {
                 Verdict::NoBuffer | Verdict::Failed(_) => bail!("sendShuffleData: status {status}: {text}"),
             }
         }
-        stats.record(Rpc::Push, due.elapsed());
+        stats.record(Operation::Push, due.elapsed());
         add(&stats.written_bytes, message.payload_bytes);
         add(&stats.blocks_written, message.blocks as u64);
         Ok(())
@@ -177,7 +178,7 @@ impl ClientSession {
         };
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/requireBuffer", &request);
-            let answer: proto::RequireBufferResponse = timed(stats, Rpc::RequireBuffer, call).await?;
+            let answer: proto::RequireBufferResponse = timed(stats, Operation::RequireBuffer, call).await?;
             granted("requireBuffer", answer.status, &answer.ret_msg, || {
                 Ok(TicketId(answer.require_buffer_id))
             })
@@ -228,7 +229,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/reportShuffleResult", &request);
             let answer: proto::ReportShuffleResultResponse =
-                timed(stats, Rpc::ReportShuffleResult, call).await?;
+                timed(stats, Operation::ReportShuffleResult, call).await?;
             granted("reportShuffleResult", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -255,7 +256,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded(PATH, &request);
             let answer: proto::GetShuffleResultForMultiPartResponse =
-                timed(stats, Rpc::GetShuffleResult, call).await?;
+                timed(stats, Operation::GetShuffleResult, call).await?;
             granted("getShuffleResultForMultiPart", answer.status, &answer.ret_msg, || {
                 Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
             })
@@ -290,7 +291,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getMemoryShuffleData", &request).await?
             };
-            stats.record(Rpc::GetMemoryShuffleData, begin.elapsed());
+            stats.record(Operation::GetMemoryShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
                 let blocks = read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data);
                 Ok((blocks.context(RPC)?, answer.is_end))
@@ -331,7 +332,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleIndex", &request).await?
             };
-            stats.record(Rpc::GetLocalShuffleIndex, begin.elapsed());
+            stats.record(Operation::GetLocalShuffleIndex, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
                 let records = read::decode_index(&answer.index_data).context(RPC)?;
                 Ok((records, u64::try_from(answer.data_file_len).ok()))
@@ -377,7 +378,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleData", &request).await?
             };
-            stats.record(Rpc::GetLocalShuffleData, begin.elapsed());
+            stats.record(Operation::GetLocalShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || Ok(answer.data))
         })
         .await
@@ -390,7 +391,8 @@ impl ClientSession {
         };
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffle", &request);
-            let answer: proto::ShuffleUnregisterResponse = timed(stats, Rpc::UnregisterShuffle, call).await?;
+            let answer: proto::ShuffleUnregisterResponse =
+                timed(stats, Operation::UnregisterShuffle, call).await?;
             granted("unregisterShuffle", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -430,12 +432,12 @@ impl ClientSession {
 
 async fn timed<T>(
     stats: &Stats,
-    rpc: Rpc,
+    operation: Operation,
     call: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {
     let begin = Instant::now();
     let answer = call.await?;
-    stats.record(rpc, begin.elapsed());
+    stats.record(operation, begin.elapsed());
     Ok(answer)
 }
 
