@@ -11,7 +11,7 @@ use crate::table::{TextTable, Width, word};
 use crate::workers::WorkerTarget;
 
 /// Payload per second in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct PayloadRates {
     pub(crate) received: f64,
     pub(crate) read: f64,

@@ -147,7 +147,8 @@ async fn look_at(client: &HttpClient, target: &WorkerTarget) -> WorkerAnswer {
     let now = started.saturating_add(u64::try_from(up.as_millis()).unwrap_or(0));
     let after = now.saturating_sub(RATE_OVER_MS);
     let history = client.get(&target.http, &format!("/api/v1/history?after_ms={after}")).await?;
-    let PayloadRates { received, read } = rates(&history).unwrap_or_default();
+    let rates = rates(&history);
+    let (received, read) = (rates.map(|rates| rates.received), rates.map(|rates| rates.read));
     Ok(json!({ "status": status, "apps": apps["apps"],
         "received_bytes_per_second": received, "read_bytes_per_second": read }))
 }
@@ -201,6 +202,7 @@ fn counted(workers: usize) -> String {
 mod tests {
     use super::*;
     use crate::http::ListenerAddress;
+    use crate::lost::tests::{answer_one, listening_worker};
 
     const WIDTH: Width = Width { columns: 80, is_strict: true };
 
@@ -211,6 +213,21 @@ mod tests {
         assert_eq!(rates(&history), Some(PayloadRates { received: 1024.0, read: 0.0 }));
         assert_eq!(rates(&json!({ "samples": [sample(1, 1)] })), None);
         assert_eq!(rates(&json!({})), None);
+    }
+
+    #[tokio::test]
+    async fn rate_of_one_sample_is_unknown() {
+        let (listener, target) = listening_worker("w-1").await;
+        let sample = json!({ "samples": [{ "at_ms": 1, "received_bytes": 5, "read_bytes": 5 }] }).to_string();
+        let serving = async {
+            for body in ["{}", "{}", &sample] {
+                answer_one(&listener, 200, body).await;
+            }
+        };
+        let client = HttpClient::of(None, Duration::from_secs(10));
+        let (looked, ()) = tokio::join!(look_at(&client, &target), serving);
+        let rate = looked.unwrap_or_else(|failure| panic!("{failure}"))["received_bytes_per_second"].clone();
+        assert_eq!(rate, Value::Null);
     }
 
     fn target() -> WorkerTarget {
