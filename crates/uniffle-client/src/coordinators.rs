@@ -260,8 +260,7 @@ impl Coordinators {
                     return Ok(());
                 }
                 Ok(Err(error)) => failure = error,
-                // The runtime is shutting down.
-                Err(_) => {}
+                Err(error) => failure = Error::unfinished(&error),
             }
         }
         Err(failure)
@@ -275,5 +274,19 @@ impl QuorumMember {
         let channel = endpoint.connect_timeout(options.connect_timeout).tcp_nodelay(true).connect_lazy();
         let stub = Stub::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
         Ok(Self { address: address.to_owned(), stub })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn panicked_call_is_named_in_the_error() {
+        let options = ClientOptions::default();
+        let coordinators = Coordinators::new(["127.0.0.1:1"], options).unwrap();
+        let call = |_stub| async { panic!("boom") };
+        let error = coordinators.all("call", std::time::Duration::from_secs(10), call).await.unwrap_err();
+        assert!(error.to_string().contains("boom"), "{error}");
     }
 }
