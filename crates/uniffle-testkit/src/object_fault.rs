@@ -261,7 +261,7 @@ impl ObjectStore for FaultyObjects {
         let fault = self.meet(Call::Begin, path).await?;
         self.0.open_uploads.fetch_add(1, Ordering::AcqRel);
         let upload = answered(fault, self.0.inner.put_multipart_opts(path, options).await)?;
-        Ok(Box::new(FaultyUpload { store: self.clone(), path: path.clone(), upload }))
+        Ok(Box::new(FaultyUpload { store: self.clone(), path: path.clone(), upload, is_open: true }))
     }
 
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
@@ -328,6 +328,15 @@ struct FaultyUpload {
     store: FaultyObjects,
     path: Path,
     upload: Box<dyn MultipartUpload>,
+    is_open: bool,
+}
+
+impl FaultyUpload {
+    /// Counts the upload as ended, once: a client may abort it after a lost answer.
+    fn end(&mut self) {
+        let ended = u64::from(std::mem::take(&mut self.is_open));
+        self.store.0.open_uploads.fetch_sub(ended, Ordering::AcqRel);
+    }
 }
 
 #[async_trait]
@@ -342,13 +351,13 @@ impl MultipartUpload for FaultyUpload {
 
     async fn complete(&mut self) -> Result<PutResult> {
         let fault = self.store.meet(Call::Complete, &self.path).await?;
-        self.store.0.open_uploads.fetch_sub(1, Ordering::AcqRel);
+        self.end();
         answered(fault, self.upload.complete().await)
     }
 
     async fn abort(&mut self) -> Result<()> {
         let fault = self.store.meet(Call::Abort, &self.path).await?;
-        self.store.0.open_uploads.fetch_sub(1, Ordering::AcqRel);
+        self.end();
         answered(fault, self.upload.abort().await)
     }
 }
