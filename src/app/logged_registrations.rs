@@ -70,6 +70,13 @@ impl LoggedRegistrations {
         self.bytes = if note.replaces { 0 } else { self.bytes + bytes };
     }
 
+    /// Returns the number of ranges for remote directories that the log has after `next`.
+    #[must_use]
+    pub fn remote_range_count(&self, next: &NextRecord) -> usize {
+        let before = if next.replaces { 0 } else { self.remote_ranges.len() };
+        before + next.remote_ranges.len()
+    }
+
     /// Returns whether this process has written nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -19,7 +19,7 @@ use uniffle_wire::types::ShuffleKey;
 
 use crate::service::ServiceError;
 
-/// Maximum number of ranges of remote directories in a record.
+/// Maximum number of ranges of remote directories of a shuffle.
 const REMOTE_RANGES_MAX: usize = 1 << 18;
 
 /// A registration to be written to the log.
@@ -142,24 +142,26 @@ pub(super) async fn register_and_log(
     Ok(())
 }
 
-/// Refuses a record with too many ranges of remote directories, and any but the first record of a
-/// shuffle if the application's disk quota is exhausted.
+/// Refuses a record of a shuffle with too many ranges of remote directories, and any but the first
+/// record of a shuffle if the application's disk quota is exhausted.
 fn check(
     app: &App,
     logged: &LoggedRegistrations,
     next: &NextRecord,
     bytes: usize,
 ) -> Result<(), ServiceError> {
-    if next.remote_ranges.len() > REMOTE_RANGES_MAX {
-        return Err(ServiceError::FieldTooLarge {
-            field: "partitionRanges",
-            size: next.remote_ranges.len(),
-            unit: "ranges, earlier registrations included",
-            max: REMOTE_RANGES_MAX,
-        });
-    }
+    check_remote_ranges(logged, next)?;
     if !logged.is_empty() {
         app.usage.check(QuotaResource::DiskBytes, bytes as u64)?;
+    }
+    Ok(())
+}
+
+fn check_remote_ranges(logged: &LoggedRegistrations, next: &NextRecord) -> Result<(), ServiceError> {
+    let size = logged.remote_range_count(next);
+    if size > REMOTE_RANGES_MAX {
+        let (field, unit) = ("partitionRanges", "ranges, earlier registrations included");
+        return Err(ServiceError::FieldTooLarge { field, size, unit, max: REMOTE_RANGES_MAX });
     }
     Ok(())
 }
@@ -191,4 +193,25 @@ fn digest(fields: &[u8], storage: &[u8]) -> u64 {
     let mut hasher = std::hash::DefaultHasher::new();
     (fields, storage).hash(&mut hasher);
     hasher.finish().max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn remote_ranges_of_several_records_are_limited() {
+        let mut logged = LoggedRegistrations::default();
+        let next = |logged: &LoggedRegistrations, first| {
+            let starts = (first..).step_by(3).take(REMOTE_RANGES_MAX / 2 + 1);
+            let sent: Vec<_> = starts.map(|start| (start, start + 1)).collect();
+            logged.next(&PartitionRanges::parse(&sent).unwrap(), &sent, 1, 0).unwrap()
+        };
+        let first = next(&logged, 0);
+        check_remote_ranges(&logged, &first).unwrap();
+        logged.written(first, 1, 0);
+        let second = next(&logged, 1_000_000);
+        assert!(!second.replaces);
+        check_remote_ranges(&logged, &second).unwrap_err();
+    }
 }
