@@ -48,7 +48,7 @@ pub(in crate::store) struct Claim {
     /// True if the claim in the store has the line [`DRAINED`]. `None` after a write with an
     /// unknown result.
     is_drained: Mutex<Option<bool>>,
-    /// Holder of the prefix, once [`Claim::require`] has found the claim of another process. It is
+    /// Holder of the prefix, once a check or write has found the claim of another process. It is
     /// never cleared.
     lost: OnceLock<String>,
 }
@@ -146,12 +146,9 @@ impl Claim {
         if *self.is_drained.lock() == Some(is_drained) {
             return Ok(());
         }
-        self.require(store).await?;
-        let FoundClaim::Ours { version, .. } = self.find(store).await? else {
-            return Err(StoreError::new(StoreErrorKind::InUse, &self.key));
-        };
+        let mode = self.check(store).await?;
         *self.is_drained.lock() = None;
-        self.put(store, update(version), is_drained).await?;
+        self.put(store, mode, is_drained).await?;
         *self.is_drained.lock() = Some(is_drained);
         Ok(())
     }
@@ -186,27 +183,35 @@ impl Claim {
     /// # Errors
     /// The store does not answer or refuses, or another process has the prefix.
     pub(super) async fn require(&self, store: &dyn ObjectStore) -> Result<(), StoreError> {
+        match self.check(store).await? {
+            PutMode::Create => self.put(store, PutMode::Create, self.is_drained()).await,
+            PutMode::Overwrite | PutMode::Update(_) => Ok(()),
+        }
+    }
+
+    /// Checks that no other process has the prefix. Returns the mode that writes the claim: `Create`
+    /// if it is missing, because a lifecycle rule of the bucket may have deleted it.
+    async fn check(&self, store: &dyn ObjectStore) -> Result<PutMode, StoreError> {
         if let Some(holder) = self.lost.get() {
             return Err(self.in_use(holder));
         }
         match self.find(store).await? {
-            FoundClaim::Ours { .. } => Ok(()),
-            // A lifecycle rule of the bucket may have deleted the claim.
-            FoundClaim::Nothing => self.put(store, PutMode::Create, self.is_drained()).await,
-            FoundClaim::Another(Other { holder, .. }) => {
-                let error = self.in_use(&holder);
-                if self.lost.set(holder).is_ok() {
-                    tracing::error!(
-                        %error,
-                        "another process has claimed this worker's prefix; writes stopped"
-                    );
-                }
-                Err(error)
-            }
+            FoundClaim::Ours { version, .. } => Ok(update(version)),
+            FoundClaim::Nothing => Ok(PutMode::Create),
+            FoundClaim::Another(other) => Err(self.lose(other.holder)),
         }
     }
 
-    /// Returns whether a check has found that another process has the prefix.
+    /// Remembers that `holder` has the prefix. Returns the error of all further calls.
+    fn lose(&self, holder: String) -> StoreError {
+        let error = self.in_use(&holder);
+        if self.lost.set(holder).is_ok() {
+            tracing::error!(%error, "another process has claimed this worker's prefix; writes stopped");
+        }
+        error
+    }
+
+    /// Returns whether a check or write has found that another process has the prefix.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.get().is_some()
     }
@@ -264,7 +269,7 @@ impl Claim {
         // The response to a successful attempt may have been lost.
         match self.find(store).await? {
             FoundClaim::Ours { is_drained: written, .. } if written == is_drained => Ok(()),
-            FoundClaim::Another(other) if is_condition(&error) => Err(self.in_use(&other.holder)),
+            FoundClaim::Another(other) if is_condition(&error) => Err(self.lose(other.holder)),
             FoundClaim::Another(_) | FoundClaim::Ours { .. } | FoundClaim::Nothing => {
                 Err(failed(&self.key, &error))
             }

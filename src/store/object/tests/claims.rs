@@ -67,6 +67,37 @@ async fn lost_claim_is_noticed_by_purge_and_when_idle() {
 }
 
 #[tokio::test]
+async fn lost_claim_is_noticed_by_a_write_of_it() {
+    for is_deleted in [false, true] {
+        let store = FaultyObjects::default();
+        let (objects, extents) = (Arc::new(store.clone()), Budget::new(u64::MAX));
+        let older =
+            Bucket::open(objects, settings(), &extents, Tasks::new(), &Registry::new()).await.unwrap();
+        if is_deleted {
+            store.remove(&claim_key("p/worker-1")).await;
+        }
+        let mut is_first = true;
+        store.set(move |call, _| match call {
+            Call::Put if std::mem::take(&mut is_first) => ObjectFault::Hold,
+            _ => ObjectFault::None,
+        });
+        let newer_starts = async {
+            uniffle_testkit::eventually("the older process is about to write", || match store.held() {
+                1 => Ok(()),
+                held => Err(format!("{held}")),
+            })
+            .await;
+            let newer = Process::start(&store).await;
+            store.heal();
+            newer
+        };
+        let (written, _newer) = futures::join!(older.set_drained(|| true), newer_starts);
+        assert_eq!(written.unwrap_err().kind, StoreErrorKind::InUse);
+        assert!(older.claim_complaint().is_some(), "deleted: {is_deleted}");
+    }
+}
+
+#[tokio::test]
 async fn one_of_two_concurrent_starts_is_refused() {
     let store = FaultyObjects::default();
     for _ in 0..2 {
