@@ -31,7 +31,9 @@ use super::metrics::methods::{
 use super::metrics::{GrpcMetrics, TransitMetrics, label};
 use super::transport::heap_estimate::{flat, nested, numbers};
 use super::transport::replies;
-use super::transport::request_collector::{INLINE_BYTES_MAX, RequestCollector, RequestHeap, run_blocking};
+use super::transport::request_collector::{
+    INLINE_BYTES_MAX, RequestCollector, RequestHeap, excused, run_blocking,
+};
 use crate::clock::timeout;
 use crate::runtime::{BlockingPool, Tasks};
 use crate::service::{ReadLimits, Service};
@@ -86,7 +88,7 @@ async fn charged(pool: &BlockingPool, mut response: Response<Body>) -> Result<Re
         encoded
     };
     let encoded = run_blocking(pool, is_small, encode).await?;
-    let encoded = encoded.ok_or_else(|| Status::internal("the response is not complete"))??;
+    let encoded = encoded.ok_or_else(|| excused(Status::internal("the response is not complete")))??;
     Ok(replies::whole(encoded.to_bytes(), charge))
 }
 

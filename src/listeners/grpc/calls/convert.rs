@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use tonic::{Code, Status};
 
-use crate::listeners::grpc::transport::request_collector::is_heap_full;
+use crate::listeners::grpc::transport::request_collector::is_client_fault;
 use crate::proto::{DataDistribution, ShuffleRegisterRequest, StatusCode};
 use crate::service::{self, IdWidths, Service, ServiceError};
 use crate::store::RemoteStorage;
@@ -28,14 +28,10 @@ pub(in crate::listeners::grpc) fn refusal(service: &Service, error: &ServiceErro
 }
 
 /// Logs a call as malformed if its gRPC status is Internal, `ResourceExhausted` or Unimplemented,
-/// unless the heap is full. That includes failures of the worker's own threads, and clients that
-/// were too slow while others waited for memory.
+/// and its client is at fault.
 pub(in crate::listeners::grpc) fn note_broken_call(service: &Service, status: &Status) {
-    if is_heap_full(status) {
-        return;
-    }
     match status.code() {
-        Code::Internal | Code::ResourceExhausted | Code::Unimplemented => {
+        Code::Internal | Code::ResourceExhausted | Code::Unimplemented if is_client_fault(status) => {
             service.note_malformed(LISTENER, &status.message());
         }
         _ => {}

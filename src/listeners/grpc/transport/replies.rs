@@ -19,6 +19,7 @@ use tonic::body::Body;
 
 use super::message::{PREFIX_BYTES, ok_trailers, respond, status_trailers};
 use super::progress;
+use super::request_collector::excused;
 use crate::memory::SMALL_PIECE_BYTES;
 use uniffle_wire::types::BlockMeta;
 
@@ -178,7 +179,8 @@ pub(in crate::listeners::grpc) fn from_memory(
     let Payload { bytes: payload_bytes, pieces } = payload;
     let present: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
     if present != payload_bytes {
-        return Err(Status::internal(format!("only {present} of {payload_bytes} bytes are present")));
+        let text = format!("only {present} of {payload_bytes} bytes are present");
+        return Err(excused(Status::internal(text)));
     }
     let head = head.announce(payload_tag, payload_bytes)?;
     let pieces = coalesce(head, pieces, if may_copy { SMALL_PIECE_BYTES } else { 0 });

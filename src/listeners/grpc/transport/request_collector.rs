@@ -249,33 +249,39 @@ impl RequestCollector {
 
 fn full(refusal: NoCapacity) -> Status {
     let error = HeapFull::of(HeapKind::Requests, refusal);
-    let mut status = Status::resource_exhausted(format!("{error}; retry later"));
-    status.set_source(Arc::new(error));
-    status
+    excused(Status::resource_exhausted(format!("{error}; retry later")))
 }
 
 /// Builds the error for a request that waiting cannot help. A request may use half of the budget,
 /// so that one connection cannot use it up.
 fn too_large(requested: u64, max: u64) -> Status {
-    let error = HeapFull { kind: HeapKind::Requests.name(), requested, free: max };
-    let mut status = Status::resource_exhausted(format!(
+    excused(Status::resource_exhausted(format!(
         "request needs {requested} bytes of heap, the limit per connection is {max} (a quarter of \
          memory_store.heap_capacity); do not retry"
-    ));
-    status.set_source(Arc::new(error));
-    status
+    )))
 }
 
 fn slow() -> Status {
-    Status::resource_exhausted(
+    excused(Status::resource_exhausted(
         "request paused for 5 s, or was too slow, while others wait for memory \
          (memory_store.heap_capacity); retry later",
-    )
+    ))
 }
 
-/// Returns whether a call ended because the heap was full.
-pub(in crate::listeners::grpc) fn is_heap_full(status: &Status) -> bool {
-    std::error::Error::source(status).is_some_and(|source| source.is::<HeapFull>())
+/// Marks the status of a well-formed call.
+#[derive(Debug, thiserror::Error)]
+#[error("the call is well-formed")]
+struct WellFormed;
+
+/// Marks a status that is caused by full heap or a failure of this worker.
+pub(in crate::listeners::grpc) fn excused(mut status: Status) -> Status {
+    status.set_source(Arc::new(WellFormed));
+    status
+}
+
+/// Returns whether the call may be malformed, because its status is not [`excused`].
+pub(in crate::listeners::grpc) fn is_client_fault(status: &Status) -> bool {
+    !std::error::Error::source(status).is_some_and(|source| source.is::<WellFormed>())
 }
 
 fn more_than_one() -> Status {
@@ -302,7 +308,7 @@ pub(in crate::listeners::grpc) async fn run_blocking_for<T: Send + 'static>(
     if is_small {
         return Ok(work());
     }
-    let failed = |error| Status::internal(format!("task on a blocking thread failed: {error}"));
+    let failed = |error| excused(Status::internal(format!("task on a blocking thread failed: {error}")));
     pool.run_for(app, work).await.map_err(failed)
 }
 
@@ -368,6 +374,14 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn failed_thread_is_no_fault_of_the_client() {
+        let pool = BlockingPool::new(1);
+        let failed = run_blocking(&pool, false, || panic!("boom")).await;
+        let status = failed.map(|never: ()| never).unwrap_err();
+        assert!(status.code() == Code::Internal && !is_client_fault(&status), "{status}");
+    }
+
+    #[tokio::test]
     async fn broken_framing_is_refused() {
         let whole = framed(&proto::AppHeartBeatRequest { app_id: "app-1".into() }, 100);
         assert_eq!(heartbeat(Vec::new(), 100).await, Err(Code::Internal));
@@ -407,7 +421,7 @@ mod tests {
             sender.send(vec![0; most as usize / 2 - 1].into()).unwrap();
             let collector = requests.collector();
             let read = collector.message::<_, proto::AppHeartBeatRequest>(&mut body, most, nested).await;
-            read.map(drop).map_err(|status| status.code())
+            read.map(drop).map_err(|status| (status.code(), is_client_fault(&status)))
         });
         assert!(
             timeout(Duration::from_secs(30), &mut stalled).await.is_err(),
@@ -418,7 +432,7 @@ mod tests {
         let mut charge = collector.budget.empty_charge();
         let charging = collector.charge(&mut charge, u64::from(most) / 4, 0);
         let (ended, granted) = tokio::join!(&mut stalled, charging);
-        assert_eq!(ended, Err(Code::ResourceExhausted));
+        assert_eq!(ended, Err((Code::ResourceExhausted, false)));
         assert!(granted.is_ok() && began.elapsed() <= PAUSE_MAX, "{:?}", began.elapsed());
         drop((others, charge));
         assert_eq!(heap.whole().used(), 0);
@@ -462,7 +476,7 @@ mod tests {
         let (peak, read) = tokio::join!(sending, futures::future::join_all(calls));
         assert!(peak > most / 2 && peak <= most, "the peak is {peak} of at most {most} bytes");
         for status in read.into_iter().map(Result::unwrap_err) {
-            assert!(is_heap_full(&status), "{status}");
+            assert!(status.code() == Code::ResourceExhausted && !is_client_fault(&status), "{status}");
         }
         assert_eq!(heap.whole().used(), 0);
     }
