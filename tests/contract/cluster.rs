@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use uniffle_client::grpc::ShuffleClient;
 use uniffle_client::types::{PartitionId, TaskAttemptId};
@@ -131,6 +132,29 @@ async fn worker_coordinates_another_worker() {
     assert_eq!(until_nodes(&mut coordinator, 1).await, HashSet::from([id_of(&a)]));
     drop(coordinator);
     assert_eq!(a.stop().await, 0);
+}
+
+/// Regression test: calls that arrived while the worker opened its listeners found no node.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn first_assignment_of_a_start_has_the_own_worker() {
+    for _ in 0..5 {
+        let (directory, port) = (tempfile::tempdir().unwrap(), free_port());
+        let mut first = JoinSet::new();
+        first.spawn(async move {
+            let start = Instant::now();
+            loop {
+                match CoordinatorServerClient::connect(format!("http://127.0.0.1:{port}")).await {
+                    Ok(mut coordinator) => return assign(&mut coordinator, 1, &[]).await,
+                    Err(error) => assert!(start.elapsed() < WAIT_MAX, "{error}"),
+                }
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+        let worker = worker(directory.path(), &format!("grpc_port = {port}"), "").await;
+        let answer = first.join_next().await.unwrap().unwrap();
+        assert_eq!(answer.status(), StatusCode::Success, "{}", answer.ret_msg);
+        assert_eq!(worker.stop().await, 0);
+    }
 }
 
 /// Otherwise a coordinator that has just started would assign everything to its own worker.

@@ -14,7 +14,7 @@ use uniffle_io::Disk;
 use uniffle_worker::app::{AppConfig, AppRegistry};
 use uniffle_worker::flush::policy::Limits;
 use uniffle_worker::flush::{FlushConfig, Flusher};
-use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcServer};
+use uniffle_worker::listeners::grpc::{GrpcConfig, GrpcMetrics, GrpcServer};
 use uniffle_worker::memory::{Memory, MemoryConfig};
 use uniffle_worker::runtime::Tasks;
 use uniffle_worker::service::{Service, ServiceConfig};
@@ -186,9 +186,9 @@ impl ServiceFixture {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (routes, service) = (RoutesBuilder::default(), Arc::clone(&self.service));
-        let tasks = self.tasks.clone();
-        GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, &self.registry)
-            .expect("the registry is new");
+        let (tasks, metrics) = (self.tasks.clone(), GrpcMetrics::new(&self.registry));
+        let metrics = metrics.expect("the registry is new");
+        GrpcServer::start(GrpcConfig::default(), listener, routes, service, tasks, metrics);
         ShuffleClient::connect(address)
             .await
             .expect("cannot connect to the service")

@@ -114,7 +114,7 @@ struct MethodMetrics {
 
 /// Metrics of the listener.
 #[derive(Debug)]
-pub(crate) struct GrpcMetrics {
+pub struct GrpcMetrics {
     methods: HashMap<&'static str, MethodMetrics>,
     other: MethodMetrics,
     calls: Calls,
@@ -122,7 +122,10 @@ pub(crate) struct GrpcMetrics {
 
 impl GrpcMetrics {
     /// Registers every metric, so that all exist from the start.
-    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
+    ///
+    /// # Errors
+    /// If a metric name is already registered in `registry`.
+    pub fn new(registry: &Registry) -> prometheus::Result<Self> {
         let calls = Calls::new(registry)?;
         let of = |path: &str, method| MethodMetrics {
             method,
@@ -178,7 +181,7 @@ impl GrpcMetrics {
     }
 
     /// Returns the gauge of open connections.
-    pub(super) fn connections(&self) -> &IntGauge {
+    pub(crate) fn connections(&self) -> &IntGauge {
         &self.calls.connections
     }
 

@@ -16,4 +16,5 @@ mod server;
 mod transport;
 
 pub use config::{DecommissionBy, GrpcConfig};
+pub use metrics::GrpcMetrics;
 pub use server::GrpcServer;

@@ -18,7 +18,6 @@ use std::time::Duration;
 use hyper::server::conn::http2;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use prometheus::{IntGauge, Registry};
 use tokio::sync::Semaphore;
 use tonic::service::{Routes, RoutesBuilder};
 use tracing::{debug, info};
@@ -81,21 +80,16 @@ pub struct GrpcServer {
 }
 
 impl GrpcServer {
-    /// Serves on `binding` until `tasks` are closed. Returns the gauge of open connections at once.
-    /// `routes` has services of other modules (the embedded coordinator) or none. The shuffle
-    /// server's own are added here.
-    ///
-    /// # Errors
-    /// If a metric name is already registered in `registry`.
+    /// Serves on `binding` until `tasks` are closed. Returns at once. `routes` has services of other
+    /// modules (the embedded coordinator) or none. The shuffle server's own are added here.
     pub fn start(
         config: GrpcConfig,
         binding: impl Into<Binding>,
         mut routes: RoutesBuilder,
         service: Arc<Service>,
         tasks: Tasks,
-        registry: &Registry,
-    ) -> prometheus::Result<IntGauge> {
-        let metrics = GrpcMetrics::new(registry)?;
+        metrics: GrpcMetrics,
+    ) {
         let calls = ShuffleCalls::new(Arc::clone(&service), metrics.transit().sorted.clone());
         let shuffle = ShuffleServerServer::new(calls);
         let internal = InternalCalls::new(Arc::clone(&service), &config);
@@ -115,7 +109,6 @@ impl GrpcServer {
             cores: None,
             tasks: tasks.clone(),
         };
-        let open = metrics.connections().clone();
         let windows = ShareLimits { least: WINDOW_BYTES_MIN, most: config.connection_window_bytes };
         let windows = ShareBudget::new(config.window_budget_bytes, config.connections_max, windows);
         let streams = ShareLimits { least: STREAMS_MIN, most: config.concurrent_streams_max };
@@ -124,7 +117,6 @@ impl GrpcServer {
         let router = Arc::new(Router { config, service, routes, metrics, tasks, requests });
         let server = Arc::new(Self { router, windows, streams, buffers: Arc::default() });
         acceptor.start(move |connection| Arc::clone(&server).serve(connection));
-        Ok(open)
     }
 
     async fn serve(self: Arc<Self>, connection: Connection<Stream>) {

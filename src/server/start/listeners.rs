@@ -1,22 +1,24 @@
 //! Opens the listeners of a worker and announces it to coordinators.
 //!
 //! It runs last at a start, after recovery: clients connect to a worker that has its earlier state.
-//! Coordinators hear of the worker after all listeners accept. Sockets are bound in `sockets`, and
-//! accepted connections are served in `listeners`.
+//! Its own coordinator hears of it before that gets requests, others after all listeners accept.
+//! Sockets are bound in `sockets`, and accepted connections are served in `listeners`.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use axum::Router;
 use parking_lot::Mutex;
 use prometheus::IntGauge;
+use tokio::sync::watch;
 use tonic::service::RoutesBuilder;
 
 use crate::compat::http::JavaHooks;
 use crate::config::{Config, SparkOptions};
 use crate::listeners::Binding;
-use crate::listeners::grpc::GrpcServer;
+use crate::listeners::grpc::{GrpcMetrics, GrpcServer};
 use crate::listeners::http::admin::{AdminHooks, AdminServer, Control, Token};
 use crate::listeners::http::api::{self, ApiHooks};
 use crate::listeners::http::push::Pusher;
@@ -49,22 +51,11 @@ impl Worker {
         tls: Tls,
         gauges: ProcessGauges,
     ) -> anyhow::Result<()> {
-        let mut routes = RoutesBuilder::default();
-        if let Some(embedded) = &self.embedded {
-            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
-        }
-        let service = Arc::clone(&self.service);
-        let binding = Binding {
-            listener: accepting(sockets.grpc)?,
-            tls: tls.grpc,
-            handover: self.handover.grpc.clone(),
-            inherited: sockets.grpc_connections,
-        };
-        let tasks = self.tasks.listeners.clone();
-        let grpc = GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, &self.registry)?;
+        let grpc_metrics = GrpcMetrics::new(&self.registry)?;
         let inherited = sockets.tcp_connections;
         let tcp = sockets.tcp.map(|listener| self.open_tcp(config, listener, inherited)).transpose()?;
         let metrics = HttpMetrics::new(&self.registry)?;
+        let grpc = grpc_metrics.connections().clone();
         let connections = OpenConnections { grpc, tcp, http: metrics.connections.clone() };
         let inspector = Arc::new(Inspector {
             build: self.identity.build,
@@ -80,6 +71,14 @@ impl Worker {
             cluster: self.embedded.clone().map(|embedded| ClusterPage::new(embedded, tls.worker_trust)),
         });
         let source = report::source(Arc::clone(&inspector));
+        let embedded = self.join_embedded(config, &source);
+        let binding = Binding {
+            listener: accepting(sockets.grpc)?,
+            tls: tls.grpc,
+            handover: self.handover.grpc.clone(),
+            inherited: sockets.grpc_connections,
+        };
+        self.open_grpc(config, binding, grpc_metrics);
         let node: Arc<dyn NodeView> = inspector;
         if let Some(gateway) = &config.push.endpoint {
             let instance = self.identity.server_id();
@@ -93,7 +92,27 @@ impl Worker {
             let binding = Binding { tls: tls.admin, ..Binding::from(accepting(listener)?) };
             self.open_admin(config, binding, profiles)?;
         }
-        self.announce(config, source)
+        self.announce(config, &source, embedded)
+    }
+
+    /// Reports this worker to its embedded coordinator, before that gets requests. Returns the
+    /// sender that changes the interval of the reports.
+    fn join_embedded(&self, config: &Config, source: &ReportSource) -> Option<watch::Sender<Duration>> {
+        let (embedded, interval) = (self.embedded.as_ref()?, config.heartbeat.interval);
+        let pace = embedded.keep_reporting(source.clone(), interval, &self.tasks.background);
+        if config.expects_workers() {
+            embedded.wait_for_workers(interval);
+        }
+        Some(pace)
+    }
+
+    fn open_grpc(&self, config: &Config, binding: Binding, metrics: GrpcMetrics) {
+        let mut routes = RoutesBuilder::default();
+        if let Some(embedded) = &self.embedded {
+            routes.add_service(CoordinatorServerServer::new(embedded.clone()));
+        }
+        let (service, tasks) = (Arc::clone(&self.service), self.tasks.listeners.clone());
+        GrpcServer::start(config.grpc.clone(), binding, routes, service, tasks, metrics);
     }
 
     /// Opens pages, the API and metrics. They are in a task group of their own, so that the last
@@ -178,27 +197,25 @@ impl Worker {
     }
 
     /// Starts the heartbeats once the listeners are open, and sends one at once after every change
-    /// of state.
-    fn announce(&self, config: &Config, source: ReportSource) -> anyhow::Result<()> {
+    /// of state. `pace` changes the interval of the reports to the embedded coordinator.
+    fn announce(
+        &self,
+        config: &Config,
+        source: &ReportSource,
+        pace: Option<watch::Sender<Duration>>,
+    ) -> anyhow::Result<()> {
         let (embedded, state) = (self.embedded.clone(), Arc::clone(&self.state));
         let watch = Watch { service: Arc::clone(&self.service), live: Arc::clone(&self.live) };
         let stop = self.tasks.background.cancelled();
-        let interval = config.heartbeat.interval;
-        let pace = embedded
-            .as_ref()
-            .map(|embedded| embedded.keep_reporting(source.clone(), interval, &self.tasks.background));
         let quorum = match config.has_quorum() {
             true => Some(heartbeat::start(
                 config.heartbeat.clone(),
-                &source,
+                source,
                 &self.tasks.background,
                 &self.registry,
             )?),
             false => None,
         };
-        if let Some(embedded) = embedded.as_ref().filter(|_| config.expects_workers()) {
-            embedded.wait_for_workers(interval);
-        }
         self.live.set_heartbeat_senders(HeartbeatSenders { embedded: pace, quorum: quorum.clone() });
         let notify = move || {
             state.notify();
