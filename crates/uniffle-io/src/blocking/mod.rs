@@ -6,103 +6,25 @@
 //! are cancelled by dropping their futures. Writes have a queue per [`IoClass`], so that a small
 //! record that a client waits for is not queued behind calls of 16 MiB.
 
+mod file;
+mod gates;
 mod read;
 mod remove;
 
 use std::fs::OpenOptions;
-use std::io::{self, IoSlice, Read, Write};
-use std::ops::Range;
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bytes::Bytes;
 use rustix::fs::FlockOperation;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::progress::WriteProgress;
-use super::vanished::{ExpectedFile, Root};
+use self::file::{BlockingFile, OpenedFile, open_read, open_write};
+use self::gates::{CallGate, NAME_CALLS_MAX, REMOVALS_MAX, WriteGates, blocking, permits};
+use super::vanished::Root;
 use super::{
-    BoxFuture, Disk, DiskLock, File, FileId, IoClass, Location, Mount, ReadTarget, SMALL_FILE_BYTES_MAX,
-    Space, WriteOpen, mount, require_inside,
+    BoxFuture, Disk, DiskLock, File, IoClass, Location, Mount, SMALL_FILE_BYTES_MAX, Space, WriteOpen, mount,
+    require_inside,
 };
-
-/// Maximum concurrent calls on names (open, rename, list, …). Most of these calls are short; a
-/// higher limit would only let a hung disk block more threads.
-const NAME_CALLS_MAX: usize = 4;
-
-/// Maximum concurrent recursive removals. They are slow, so they have a limit of their own and do
-/// not delay opens.
-const REMOVALS_MAX: usize = 2;
-
-/// Maximum concurrent writes and syncs of metadata: one can write while another syncs.
-const METADATA_CALLS_MAX: usize = 2;
-
-/// Limits the calls of one kind, and optionally those of several kinds together.
-///
-/// The permit of the kind is acquired first and that of the disk last, so that a holder of the
-/// disk's permit never waits.
-#[derive(Debug, Clone)]
-struct CallGate {
-    kind: Arc<Semaphore>,
-    disk: Option<Arc<Semaphore>>,
-}
-
-/// Permits that a call holds from start to end.
-type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
-
-fn permits(count: usize) -> Arc<Semaphore> {
-    Arc::new(Semaphore::new(count.clamp(1, Semaphore::MAX_PERMITS)))
-}
-
-impl CallGate {
-    fn new(calls_max: usize) -> Self {
-        Self { kind: permits(calls_max), disk: None }
-    }
-
-    async fn enter(self) -> Permits {
-        const OPEN: &str = "a disk never closes its semaphores";
-        let kind = self.kind.acquire_owned().await.expect(OPEN);
-        let disk = match self.disk {
-            Some(disk) => Some(disk.acquire_owned().await.expect(OPEN)),
-            None => None,
-        };
-        (kind, disk)
-    }
-
-    /// Returns the permits if they are available without waiting.
-    fn try_enter(&self) -> Option<Permits> {
-        let kind = Arc::clone(&self.kind).try_acquire_owned().ok()?;
-        let disk = match &self.disk {
-            Some(disk) => Some(Arc::clone(disk).try_acquire_owned().ok()?),
-            None => None,
-        };
-        Some((kind, disk))
-    }
-}
-
-/// Limits of writes and syncs.
-#[derive(Debug, Clone)]
-struct WriteGates {
-    metadata: CallGate,
-    index: CallGate,
-    bulk: CallGate,
-}
-
-impl WriteGates {
-    fn new(calls_max: usize) -> Self {
-        let metadata = CallGate::new(METADATA_CALLS_MAX);
-        Self { metadata, index: CallGate::new(calls_max), bulk: CallGate::new(calls_max) }
-    }
-
-    fn of(&self, class: IoClass) -> CallGate {
-        match class {
-            IoClass::Metadata => self.metadata.clone(),
-            IoClass::Index => self.index.clone(),
-            IoClass::Bulk => self.bulk.clone(),
-        }
-    }
-}
 
 /// A directory of the operating system.
 #[derive(Debug, Clone)]
@@ -186,28 +108,6 @@ impl BlockingDisk {
             Ok(file)
         })
     }
-}
-
-/// Runs `work` on a blocking thread. The thread holds the permit until `work` ends.
-async fn blocking<T: Send + 'static>(
-    gate: CallGate,
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    let permits = gate.enter().await;
-    run_permitted(permits, work).await
-}
-
-async fn run_permitted<T: Send + 'static>(
-    permit: Permits,
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    let joined = tokio::task::spawn_blocking(move || {
-        let done = work();
-        drop(permit);
-        done
-    });
-    // The thread panicked, or the runtime is shutting down.
-    joined.await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
 impl Disk for BlockingDisk {
@@ -359,159 +259,16 @@ fn lock(file: std::fs::File) -> io::Result<Box<dyn DiskLock>> {
     Ok(Box::new(FileLock { _file: file }))
 }
 
-/// An open file, and whether it bypasses the page cache.
-#[derive(Debug)]
-struct OpenedFile {
-    file: std::fs::File,
-    direct: bool,
-    /// Set for a named file that is open for writing.
-    expected: Option<ExpectedFile>,
-}
-
-impl OpenedFile {
-    /// Writes, and checks that the file still exists at its path. Runs all steps in one call on one
-    /// thread.
-    fn append(&self, pieces: Vec<Bytes>, offset: u64, synced: bool) -> io::Result<()> {
-        let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
-        if let Some(expected) = &self.expected {
-            expected.require_unchanged(&self.file)?;
-        }
-        self.write(pieces, offset)?;
-        if synced {
-            self.file.sync_data()?;
-        }
-        let Some(expected) = &self.expected else { return Ok(()) };
-        expected.wrote(&self.file, offset + bytes)?;
-        expected.require_place()
-    }
-
-    fn write(&self, pieces: Vec<Bytes>, offset: u64) -> io::Result<()> {
-        let mut progress = WriteProgress::new(pieces, offset, self.direct);
-        while !progress.is_done() {
-            let slices: Vec<_> = progress.next().map(IoSlice::new).collect();
-            let written = rustix::io::pwritev(&self.file, &slices, progress.offset());
-            progress.advance(written.map_err(io::Error::from))?;
-        }
-        Ok(())
-    }
-}
-
 /// Opens a directory.
 fn open_to_sync(path: &Path) -> io::Result<std::fs::File> {
     OpenOptions::new().read(true).open(path)
 }
 
-/// Opens for writing. Falls back to the page cache if the file system rejects `O_DIRECT` (EINVAL).
-fn open_write(path: PathBuf, how: WriteOpen, root: Root) -> io::Result<OpenedFile> {
-    let mut options = OpenOptions::new();
-    // Metadata logs are read back through the same descriptor: a removed log is still complete
-    // there.
-    options.write(true).read(how.class == IoClass::Metadata);
-    let (file, direct) = if how.direct {
-        match options.clone().create_new(how.create).custom_flags(direct_flag()).open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                // Linux may have created the file before it rejected the flag.
-                options.create(how.create);
-                (options.open(&path)?, false)
-            }
-            opened => (opened?, true),
-        }
-    } else {
-        (options.create_new(how.create).open(&path)?, false)
-    };
-    let is_exact = how.class == IoClass::Metadata;
-    let expected = || ExpectedFile::new(root, path, &file, is_exact);
-    let expected = how.is_named.then(expected).transpose()?;
-    Ok(OpenedFile { file, direct, expected })
-}
-
-/// Opens for reading, with the same fallback.
-fn open_read(path: &Path, direct: bool) -> io::Result<OpenedFile> {
-    let mut options = OpenOptions::new();
-    options.read(true);
-    let opened = |file, direct| OpenedFile { file, direct, expected: None };
-    if direct {
-        match options.clone().custom_flags(direct_flag()).open(path) {
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-            file => return file.map(|file| opened(file, true)),
-        }
-    }
-    options.open(path).map(|file| opened(file, false))
-}
-
-fn direct_flag() -> i32 {
-    rustix::fs::OFlags::DIRECT.bits().cast_signed()
-}
-
-/// An open file of a [`BlockingDisk`].
-#[derive(Debug)]
-struct BlockingFile {
-    open: Arc<OpenedFile>,
-    writes: CallGate,
-    reads: CallGate,
-}
-
-impl File for BlockingFile {
-    fn write_at(&self, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
-        let open = Arc::clone(&self.open);
-        Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, false)))
-    }
-
-    /// One round trip to a blocking thread instead of two.
-    fn write_synced(self: Arc<Self>, pieces: Vec<Bytes>, offset: u64) -> BoxFuture<'static, io::Result<()>> {
-        let open = Arc::clone(&self.open);
-        Box::pin(blocking(self.writes.clone(), move || open.append(pieces, offset, true)))
-    }
-
-    fn read(&self, mut target: ReadTarget) -> BoxFuture<'static, (ReadTarget, io::Result<()>)> {
-        let (open, reads) = (Arc::clone(&self.open), self.reads.clone());
-        Box::pin(async move {
-            let permit = reads.enter().await;
-            let joined = tokio::task::spawn_blocking(move || {
-                let result = read::fill(&open.file, open.direct, &mut target);
-                drop(permit);
-                (target, result)
-            });
-            // The buffer was lost together with its thread.
-            joined.await.unwrap_or_else(|error| (ReadTarget::lost(), Err(io::Error::other(error))))
-        })
-    }
-
-    fn advise(&self, ranges: Vec<Range<u64>>) -> BoxFuture<'static, io::Result<()>> {
-        let Some(permits) = self.reads.try_enter() else { return Box::pin(std::future::ready(Ok(()))) };
-        let open = Arc::clone(&self.open);
-        Box::pin(run_permitted(permits, move || {
-            ranges.into_iter().try_for_each(|range| read::advise(&open.file, range))
-        }))
-    }
-
-    fn sync(&self) -> BoxFuture<'static, io::Result<()>> {
-        let open = Arc::clone(&self.open);
-        Box::pin(blocking(self.writes.clone(), move || open.file.sync_data()))
-    }
-
-    fn size(&self) -> BoxFuture<'static, io::Result<u64>> {
-        let open = Arc::clone(&self.open);
-        Box::pin(blocking(self.reads.clone(), move || Ok(open.file.metadata()?.len())))
-    }
-
-    fn id(&self) -> Option<FileId> {
-        self.open.expected.as_ref().map(ExpectedFile::id)
-    }
-
-    fn verify(&self) -> BoxFuture<'static, io::Result<()>> {
-        let open = Arc::clone(&self.open);
-        Box::pin(blocking(self.reads.clone(), move || {
-            let Some(expected) = &open.expected else { return Ok(()) };
-            expected.require_unchanged(&open.file)?;
-            expected.require_place()
-        }))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt as _;
+
+    use bytes::Bytes;
 
     use super::*;
     use crate::Vanished;
