@@ -38,8 +38,7 @@ pub(in crate::listeners::grpc) struct InternalCalls {
     networks: Vec<Network>,
     /// Names or addresses of the machines that [`DecommissionBy::Coordinators`] allows.
     coordinators: Vec<String>,
-    /// Resolved addresses of `coordinators`, with the time of the lookup.
-    addresses: tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>,
+    addresses: KnownAddresses,
     denials: LogLimiter,
 }
 
@@ -50,7 +49,7 @@ impl InternalCalls {
             by: config.decommission_by,
             networks: config.decommission_networks.clone(),
             coordinators: config.coordinators.clone(),
-            addresses: tokio::sync::Mutex::default(),
+            addresses: KnownAddresses::default(),
             denials: LogLimiter::new(1, DENIED_LOG_INTERVAL),
         }
     }
@@ -97,12 +96,28 @@ impl InternalCalls {
             DecommissionBy::ThisMachine => peer.is_loopback(),
             DecommissionBy::Everybody => true,
             DecommissionBy::Coordinators => {
-                let mut known = self.addresses.lock().await;
-                let is_fresh = known.as_ref().is_some_and(|(since, _)| since.elapsed() < ADDRESSES_LAST);
-                if !is_fresh {
-                    *known = Some((Instant::now(), addresses(&self.coordinators).await));
-                }
-                known.as_ref().is_some_and(|(_, addresses)| addresses.contains(&peer))
+                self.addresses.contains(peer, addresses(&self.coordinators)).await
+            }
+        }
+    }
+}
+
+/// Resolved addresses of the coordinators, with the end of the lookup. Locked during a lookup, so
+/// that concurrent callers share it.
+#[derive(Debug, Default)]
+struct KnownAddresses(tokio::sync::Mutex<Option<(Instant, HashSet<IpAddr>)>>);
+
+impl KnownAddresses {
+    /// Returns whether `peer` is one of the addresses. Renews them by `lookup` if they are too old.
+    async fn contains(&self, peer: IpAddr, lookup: impl Future<Output = HashSet<IpAddr>>) -> bool {
+        let mut known = self.0.lock().await;
+        match &*known {
+            Some((since, addresses)) if since.elapsed() < ADDRESSES_LAST => addresses.contains(&peer),
+            _ => {
+                let addresses = lookup.await;
+                let is_known = addresses.contains(&peer);
+                *known = Some((Instant::now(), addresses));
+                is_known
             }
         }
     }
@@ -140,5 +155,30 @@ impl ShuffleServerInternal for InternalCalls {
         };
         let (status, ret_msg) = self.call(&request, "cancelDecommission", cancel).await;
         Ok(Response::new(CancelDecommissionResponse { status, ret_msg }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_lookup_is_shared_by_waiting_callers() {
+        let (known, lookups, peer) =
+            (KnownAddresses::default(), Cell::new(0), IpAddr::V4(Ipv4Addr::LOCALHOST));
+        let call = || {
+            known.contains(peer, async {
+                lookups.set(lookups.get() + 1);
+                crate::clock::sleep(2 * ADDRESSES_LAST).await;
+                HashSet::from([peer])
+            })
+        };
+        assert_eq!(futures::join!(call(), call()), (true, true));
+        assert_eq!(lookups.get(), 1);
+        crate::clock::sleep(ADDRESSES_LAST).await;
+        assert!(call().await && lookups.get() == 2);
     }
 }
