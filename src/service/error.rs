@@ -170,6 +170,9 @@ pub enum ServiceError {
         /// Waiting time.
         seconds: u64,
     },
+    /// Work on a thread of the worker panicked, or ended without a result at a stop.
+    #[error("{0}")]
+    Unfinished(String),
     /// This server does not support the operation.
     #[error("{0}")]
     Unsupported(&'static str),
@@ -222,6 +225,7 @@ impl ServiceError {
             | Self::TooManyAnswers { .. }
             | Self::Stopping
             | Self::NotFlushed { .. }
+            | Self::Unfinished(_)
             | Self::NotSaved(_)
             | Self::Unsupported(_) => None,
         }
@@ -263,6 +267,7 @@ impl ServiceError {
             | Self::Store(_)
             | Self::Lost(_)
             | Self::NotFlushed { .. }
+            | Self::Unfinished(_)
             | Self::NotSaved(_)
             | Self::Unsupported(_) => StatusCode::InternalError,
         }

@@ -183,5 +183,17 @@ pub(super) async fn run_own_blocking<T: Send + 'static>(
 /// Returns the error for work that ended without a result.
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 pub(super) fn blocking_failed(error: JoinError) -> ServiceError {
-    ServiceError::Malformed(format!("task on a blocking thread failed: {error}"))
+    ServiceError::Unfinished(format!("task on a blocking thread failed: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proto::StatusCode;
+
+    #[tokio::test]
+    async fn failed_thread_is_no_fault_of_the_client() {
+        let error = run_own_blocking(|| panic!("boom")).await.map(|never: ()| never).unwrap_err();
+        assert_eq!((error.status(), error.client_fault()), (StatusCode::InternalError, None));
+    }
 }

@@ -44,7 +44,7 @@ impl Committing {
     /// # Errors
     /// See [`SendSession::commit`].
     pub async fn outcome(&mut self) -> Result<(), ServiceError> {
-        let ended = |_| ServiceError::Malformed("the worker is stopping".to_owned());
+        let ended = |_| ServiceError::Unfinished("the worker is stopping".to_owned());
         (&mut self.0).await.map_err(ended)?.map_err(blocking_failed)?
     }
 }
