@@ -222,6 +222,7 @@ impl Claimed {
         for id in 0..6 {
             store.write(&claimed.key, vec![extent(1, &[(id, 900)], true)]).await.unwrap();
         }
+        close(store).await;
         claimed
     }
 
@@ -265,6 +266,12 @@ impl Claimed {
     }
 }
 
+/// Closes the metadata log and drops the store. If the log is open, a thread may still write a mark
+/// beside its copies after the drop.
+async fn close(store: Arc<LocalStore>) {
+    store.metadata.release().await.unwrap();
+}
+
 #[tokio::test]
 async fn damaged_claim_is_restored_with_the_reported_line() {
     for count in 1..=3 {
@@ -298,6 +305,7 @@ async fn damaged_claim_is_restored_with_the_reported_line() {
             assert_eq!(recovered.shuffles[0].incomplete, None);
             assert_eq!(recovered.records[&claimed.key], [&b"registered"[..]]);
             assert_eq!(read_all(&store, &claimed.key, 1).await.unwrap(), (0..6).collect::<Vec<_>>());
+            close(store).await;
         }
     }
 }
