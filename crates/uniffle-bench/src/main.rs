@@ -1,9 +1,10 @@
 //! `uniffle-bench`: a cluster of writers and readers in one command, for any server that speaks
 //! Uniffle's protocols. It also measures the bare machine and a simulated disk.
 //!
-//! Exit codes: 0 if everything ran and every check of the read blocks passed, 1 otherwise (one line
-//! on stderr gives the reason), 2 for a wrong command line. Requests are encoded here, blocks and
-//! indexes are decoded by the `uniffle-client` library.
+//! Exit codes: 0 if everything ran and every check of the read blocks passed, 2 if the command line
+//! cannot be parsed, 1 otherwise, also for options that cannot be used (one line on stderr gives
+//! the reason). Requests are encoded here, blocks and indexes are decoded by the `uniffle-client`
+//! library.
 
 mod baseline;
 mod compare;

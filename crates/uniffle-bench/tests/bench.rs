@@ -180,6 +180,7 @@ fn unreachable_or_wrong_server_is_reported() {
     worker.assert_clean();
 }
 
+/// No server runs, so a bench that connected first would fail with another text.
 #[test]
 fn impossible_options_are_refused_before_any_send() {
     assert_fails_with(

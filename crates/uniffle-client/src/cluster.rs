@@ -123,8 +123,8 @@ impl Application {
     }
 
     /// Registers a shuffle of `partitions` partitions on servers that the coordinator chooses.
-    /// After a failure, the next attempt excludes the failed server. `failures.attempts` limits the
-    /// attempts.
+    /// After a failed call, the next attempt excludes all servers that failed so far.
+    /// `failures.attempts` limits the attempts.
     ///
     /// # Errors
     /// Fails if there is no usable assignment, if the last attempt to register failed, or if the

@@ -163,7 +163,7 @@ struct Device {
 
 impl std::fmt::Debug for FaultState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Inner")
+        f.debug_struct("FaultState")
             .field("rules", &self.rules)
             .field("hung", &self.hung.len())
             .finish_non_exhaustive()
@@ -286,7 +286,8 @@ impl Faults {
         self.inner.lock().hung.len()
     }
 
-    /// Returns the number of injected faults.
+    /// Returns how often a rule or a random choice applied. Errors of a read-only file system do
+    /// not count.
     #[must_use]
     pub fn injected(&self) -> u64 {
         self.inner.lock().injected

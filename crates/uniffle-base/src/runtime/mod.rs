@@ -70,7 +70,8 @@ impl Tasks {
         Self { names: self.names.clone(), ..Self::default() }
     }
 
-    /// Returns the running tasks of this group, its children, parents and siblings.
+    /// Returns the running tasks of all groups that [`Tasks::child`] and [`Tasks::sibling`] made
+    /// from the same root.
     pub fn list(&self) -> Vec<RunningTask> {
         self.names.list()
     }
@@ -174,13 +175,13 @@ impl Tasks {
         self.tracker.token()
     }
 
-    /// Returns the number of running tasks of this group, its children and parents.
+    /// Returns the number of running tasks of the groups that [`Tasks::drained`] awaits.
     pub fn running(&self) -> usize {
         self.tracker.len()
     }
 
-    /// Waits until every task of this group, its children and parents has ended. Call
-    /// [`Tasks::close`] or [`Tasks::cancel`] first.
+    /// Waits until every task of this group has ended, and of all groups that [`Tasks::child`] made
+    /// from the same root. Call [`Tasks::close`] or [`Tasks::cancel`] first.
     pub async fn drained(&self) {
         self.tracker.close();
         self.tracker.wait().await;

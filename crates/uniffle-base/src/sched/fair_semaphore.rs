@@ -221,9 +221,9 @@ impl State {
 
     /// Returns the capacity that must be free so that `app` gets `amount`.
     fn needed(&self, app: &Option<AppId>, amount: u64) -> u64 {
-        let is_newcomer = amount == 0 || app.is_none() || !self.held.contains_key(app);
+        let is_exempt = amount == 0 || app.is_none() || !self.held.contains_key(app);
         let apps = self.held.len() - usize::from(self.held.contains_key(&None));
-        let may_use_all = is_newcomer || (apps <= 1 && !self.is_greedy(app, amount));
+        let may_use_all = is_exempt || (apps <= 1 && !self.is_greedy(app, amount));
         if may_use_all { amount } else { amount + self.reserved }
     }
 
@@ -268,8 +268,8 @@ impl State {
                 return (Some((app.clone(), number)), is_short);
             }
             is_short = true;
-            // An application that has half and must leave room for others is skipped. For any
-            // other, capacity is collected.
+            // A waiter that lacks only the reserve, and whose application would exceed half, is
+            // skipped. For any other, capacity is collected.
             if !(self.is_greedy(app, amount) && amount <= self.free) {
                 break;
             }

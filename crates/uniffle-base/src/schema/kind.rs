@@ -386,8 +386,7 @@ pub(super) fn is_plain_absolute(path: &Path) -> bool {
     path.is_absolute() && !climbs && is_text
 }
 
-/// Formats `bytes` in the largest unit that is exact, so that the text parses to the same number.
-/// Where a binary and a decimal unit are exact, the one earlier in `UNITS` is used.
+/// Formats `bytes` in the first exact unit of `UNITS`, so that the text parses to the same number.
 pub fn size_text(bytes: u64) -> String {
     const UNITS: [(u64, &str); 8] = [
         (TIB, "TiB"),

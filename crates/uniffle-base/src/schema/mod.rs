@@ -4,7 +4,8 @@
 //! default and a text. The default may depend on the [`Machine`] and on the fields above. The macro
 //! generates the struct, its `Default`, reading, printing and reloading; the example file and the
 //! reference page come from the same declaration. Fields without a key are internal settings.
-//! Invariant: no other part of the program knows the type, bounds or default of a key.
+//! Invariant: no other part of the program knows the type or default of a key. Bounds that its kind
+//! cannot express are in `config::check`.
 
 pub mod files;
 mod key;
@@ -59,8 +60,10 @@ fn insert(table: &mut Table, tables: &str, leaf: &str, value: Value) {
 
 /// Declares a section.
 ///
+/// - `#[table("name", "TEXT")]` above the struct describes a table.
 /// - `#[key("dotted.path" or "other.path", KIND, RELOAD, example "TOML", env "VARIABLE")]` makes a
-///   field a key. `or`, `example` and `env` are optional.
+///   field a key. `or`, `example` and `env` are optional. `env` takes several variables: the first
+///   that is set counts, and KIND must read text.
 /// - `#[env("VARIABLE", KIND)]` makes a field an environment variable.
 /// - `#[section(TYPE)]` nests a section.
 ///
@@ -239,10 +242,10 @@ mod tests {
             #[key("part.height", count(1..=9), Restart, example "4")]
             pub height: u32 = width,
             /// Share.
-            #[key("part.share", optional(ratio()), NextUse, example "0.5", env "SHARE")]
+            #[key("part.share", optional(ratio()), NextUse, example "0.5")]
             pub share: Option<f64> = None,
             /// What it looks like.
-            #[key("part.colour", kind::word(), Restart)]
+            #[key("part.colour", kind::word(), Restart, env "COLOUR")]
             pub colour: Colour = Colour::Red,
             /// Not configured.
             pub cores: usize = machine.cores,
@@ -276,11 +279,10 @@ mod tests {
 
     #[test]
     fn environment_overrides_the_file() {
-        assert_eq!(
-            read("[part]\nshare = 0.25", &[("SHARE", "x")]).1,
-            ["SHARE = x: must be a ratio from 0.0 to 1.0"]
-        );
-        assert_eq!(read("[part]\nshare = 0.25", &[("SHARE", " ")]).0.share, Some(0.25));
+        let read_with = |colour| read("[part]\ncolour = \"blue\"", &[("COLOUR", colour)]);
+        assert_eq!(read_with("red").0.colour, Colour::Red);
+        assert_eq!(read_with("x").1, ["COLOUR = x: must be red or blue"]);
+        assert_eq!(read_with(" ").0.colour, Colour::Blue);
     }
 
     #[test]

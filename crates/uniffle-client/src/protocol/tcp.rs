@@ -2,7 +2,8 @@
 //!
 //! It does not retry or reconnect, and obtains no tickets (they come over gRPC). Golden tests
 //! compare the frames of `wire` with the bytes of Java's client. They detect a mistake that encoder
-//! and decoder have in common.
+//! and decoder have in common. Invariant: while the driver runs, each call ends with its own
+//! response, or with [`TcpClientError::Closed`] when the connection ends.
 
 use std::collections::HashMap;
 use std::io;
@@ -340,7 +341,7 @@ impl TcpClient {
     }
 }
 
-/// Removes a pending response on drop, also when the caller is cancelled.
+/// Removes a waiter on drop, so that cancelled calls leave none.
 struct PendingGuard<'a> {
     waiting: &'a PendingReplies,
     request_id: i64,

@@ -29,7 +29,7 @@ words! {
     }
 }
 
-/// Facts about a node that the order depends on.
+/// Facts about a node, for assignments and for the check of free memory in `access`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeCandidate {
     /// Server id. It breaks ties, so that equal input gives equal output.

@@ -3,8 +3,8 @@
 //!
 //! Invariant: while pages are allocated in time, a ticket is granted only for memory that has
 //! pages. If others fill the tmpfs, senders get `NO_BUFFER` instead of a promise that cannot be
-//! kept. Promises of the last moment before that are refused at the send, and the client sends
-//! again.
+//! kept. A promise made just before the kernel first refuses pages may fail at the send, and the
+//! client sends again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -195,7 +195,7 @@ mod tests {
         memory.prefaulter.as_ref().unwrap().prefault();
         assert_eq!(region.ready_bytes(), 6 * MIB, "only whole blocks may be ready");
         assert_eq!(memory.unavailable_bytes(), region.capacity_bytes() - 6 * MIB);
-        // The region exceeds the capacity by 2 MiB, so 4 of the 6 MiB are usable.
+        // The region is 2 MiB larger than the budget, so the charge leaves 4 of the 6 MiB.
         assert!(is_no_buffer(send(&memory, 0..5, 1 << 20)));
         send(&memory, 0..3, 1 << 20).unwrap();
         assert!(is_no_buffer(send(&memory, 3..5, 1 << 20)));

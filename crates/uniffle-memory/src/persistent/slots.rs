@@ -3,7 +3,8 @@
 //!
 //! A chunk gets pages when its first slot is needed, and loses them when all its slots are free
 //! again. The lowest slots are taken first, so that few chunks are in use. Invariant: slots are
-//! taken or free only in chunks with pages. At most [`IDLE_CHUNKS`] unused chunks keep their pages.
+//! taken or free only in chunks with pages. The caller repeats [`TableSlots::close_one`], so that
+//! few unused chunks keep their pages.
 
 use crate::region::buddy::BlockSet;
 
@@ -11,7 +12,7 @@ use crate::region::buddy::BlockSet;
 pub(super) const CHUNK_BYTES: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
 /// Number of chunks of each table that are not charged: they are included in the allowance of a
 /// process without clients (`budget::memory_plan`).
-pub(super) const FREE_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
+pub(super) const UNCHARGED_CHUNKS: u64 = if cfg!(test) { 1 } else { 4 };
 /// Unused chunks that keep their pages, so that pages are not allocated and freed with every flush.
 pub(super) const IDLE_CHUNKS: usize = if cfg!(test) { 0 } else { 2 };
 
@@ -97,9 +98,9 @@ impl TableSlots {
     }
 
     /// Returns the bytes of pages that are not paid for, if `more_chunks` further chunks had pages.
-    /// Each taken slot has paid for `paid_each` bytes, and [`FREE_CHUNKS`] cost nothing.
+    /// Each taken slot has paid for `paid_each` bytes, and [`UNCHARGED_CHUNKS`] cost nothing.
     pub(super) fn unpaid_bytes(&self, more_chunks: u64, paid_each: u64) -> u64 {
-        let resident = (self.resident_chunks + more_chunks).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
+        let resident = (self.resident_chunks + more_chunks).saturating_sub(UNCHARGED_CHUNKS) * CHUNK_BYTES;
         resident.saturating_sub(self.taken * paid_each)
     }
 
@@ -234,7 +235,7 @@ mod tests {
                 let with_pages: BTreeSet<u32> = slots.with_pages().into_iter().collect();
                 prop_assert!(with_pages.is_superset(&chunks), "taken slots must have pages");
                 prop_assert!(with_pages.len() <= chunks.len() + IDLE_CHUNKS + 1, "too many idle chunks have pages");
-                let resident = (with_pages.len() as u64).saturating_sub(FREE_CHUNKS) * CHUNK_BYTES;
+                let resident = (with_pages.len() as u64).saturating_sub(UNCHARGED_CHUNKS) * CHUNK_BYTES;
                 prop_assert_eq!(slots.unpaid_bytes(0, 64), resident.saturating_sub(64 * taken.len() as u64));
             }
         }

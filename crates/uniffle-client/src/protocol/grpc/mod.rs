@@ -3,8 +3,8 @@
 //! [`ShuffleClient`] has typed methods for the usual RPCs. All but [`ShuffleClient::require_raw`]
 //! fail unless the status is SUCCESS. [`ShuffleClient::raw`] is the generated client, for calls
 //! that a well-behaved client does not make. `reader` reads whole partitions as Java does.
-//! Invariant: only NO_BUFFER, also of a huge partition, is retried, as in stock clients. The caller
-//! sees all other failures.
+//! Invariant: only NO_BUFFER, also of a huge partition, is retried, and only by
+//! [`ShuffleClient::require_buffer`] and reads. The caller sees all other failures.
 
 mod reader;
 
@@ -133,8 +133,8 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// Returns the pause after failure number `n`, counted from 0. A random part of up to `first`
-    /// spreads writers that were refused at the same time.
+    /// Returns the pause after failure number `n`, counted from 0. Until it reaches `longest`, a
+    /// random part of up to `first` spreads writers that were refused at the same time.
     pub(crate) fn pause(&self, n: u32) -> Duration {
         let doubled = self.first.saturating_mul(1 << n.min(16));
         doubled.saturating_add(self.first.min(self.longest).mul_f64(rand::random::<f64>())).min(self.longest)

@@ -1,4 +1,4 @@
-//! A source with copies of several generations, two of them of the same one.
+//! Reads [`LogCopies`] with two copies of one generation, and with a copy whose epoch is unknown.
 
 use bytes::{Bytes, BytesMut};
 use uniffle_testkit::memory_disk::MemoryDisk;
@@ -27,7 +27,7 @@ async fn records_of_all_generations_are_read_once() {
         let shuffle = Incarnation { key: key.clone(), number: 7 };
         FrameContent::Record(shuffle, Bytes::copy_from_slice(content.as_bytes()))
     };
-    let part = |generation: u64, epoch: Option<u64>, entries: &[FrameContent]| {
+    let copy = |generation: u64, epoch: Option<u64>, entries: &[FrameContent]| {
         let (mut bytes, mut encoder) = (BytesMut::new(), frame::Encoder::new(generation));
         entries.iter().for_each(|entry| assert!(encoder.encode(entry, 0, &mut bytes)));
         let path = PathBuf::from(format!("{generation}"));
@@ -36,9 +36,9 @@ async fn records_of_all_generations_are_read_once() {
     };
     let (one, two, three, four) = (record("one"), record("two"), record("three"), record("four"));
     let parts = vec![
-        part(1, Some(5), &[one.clone(), two.clone()]),
-        part(2, Some(5), std::slice::from_ref(&three)),
-        part(3, None, std::slice::from_ref(&four)),
+        copy(1, Some(5), &[one.clone(), two.clone()]),
+        copy(2, Some(5), std::slice::from_ref(&three)),
+        copy(3, None, std::slice::from_ref(&four)),
         LogCopy {
             directory: Some(0),
             path: "1".into(),
@@ -55,8 +55,8 @@ async fn records_of_all_generations_are_read_once() {
         health: Arc::downgrade(&health),
     };
     let directories = [directory];
-    let source = LogCopies { parts, shipped: None };
-    let mut reader = source.read(&directories, Duration::from_secs(1));
+    let copies = LogCopies { parts, shipped: None };
+    let mut reader = copies.read(&directories, Duration::from_secs(1));
     let mut read = Vec::new();
     while let Some(entry) = reader.next().await.unwrap() {
         read.push(entry);

@@ -108,7 +108,7 @@ fn check_blocks(blocks: &[BlockMeta], data: &[u8]) {
 }
 
 /// Checks bytes and alignment of an extent and returns its ids.
-fn extent_ids(extent: &SealedExtent) -> Vec<i64> {
+fn checked_ids(extent: &SealedExtent) -> Vec<i64> {
     let total: u64 = extent.blocks.iter().map(|block| u64::from(block.length)).sum();
     match &extent.data {
         SealedData::Aligned(pieces) => {
@@ -169,7 +169,7 @@ fn blocks_of_any_size_span_segments() {
     let batch = buffer.seal().unwrap();
     let extent = batch.extent(Distribution::Normal);
     assert!(is_aligned(&extent));
-    assert_eq!(extent_ids(&extent).len(), 9);
+    assert_eq!(checked_ids(&extent).len(), 9);
     assert_eq!((batch.bytes(), batch.blocks()), (sizes.iter().sum::<usize>() as u64, 9));
     buffer.release(&batch);
     drop((batch, extent));
@@ -292,7 +292,7 @@ fn closed_batch_moves_late_fills_to_the_next_list() {
     let (late, batch) = seal_before_commit(&buffer, &mut funds);
     let extent = batch.extent(Distribution::Normal);
     assert!(!is_aligned(&extent));
-    assert_eq!(extent_ids(&extent), [2]);
+    assert_eq!(checked_ids(&extent), [2]);
     let after = fill(&buffer, 3, 5, 10, &mut funds);
     buffer.commit(vec![after, late], &mut funds).unwrap();
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1]);
@@ -304,8 +304,8 @@ fn closed_batch_moves_late_fills_to_the_next_list() {
         "a stray block must outlive its batch"
     );
     let strays = buffer.seal().unwrap();
-    assert_eq!(extent_ids(&strays.extent(Distribution::Normal)), [3, 1]);
-    assert_eq!(extent_ids(&strays.extent(Distribution::LocalOrder)), [3, 1]);
+    assert_eq!(checked_ids(&strays.extent(Distribution::Normal)), [3, 1]);
+    assert_eq!(checked_ids(&strays.extent(Distribution::LocalOrder)), [3, 1]);
     buffer.release(&strays);
     drop((strays, funds));
     assert_empty(&memory);
@@ -328,7 +328,7 @@ fn sealed_batch_admits_blocks_of_its_chain_until_its_write() {
     );
     let extent = batch.extent(Distribution::Normal);
     assert!(is_aligned(&extent), "the chain must be complete");
-    assert_eq!(extent_ids(&extent), [1, 2]);
+    assert_eq!(checked_ids(&extent), [1, 2]);
     buffer.release(&batch);
     drop((batch, extent, funds));
     drop(memory.forget(&key()));
@@ -349,10 +349,10 @@ fn commit_order_is_read_order_and_chain_order_is_extent_order() {
     let batch = buffer.seal().unwrap();
     let normal = batch.extent(Distribution::Normal);
     assert!(is_aligned(&normal), "a late block must not make the chain incomplete");
-    assert_eq!(extent_ids(&normal), [1, 2, 3]);
+    assert_eq!(checked_ids(&normal), [1, 2, 3]);
     let sorted = batch.extent(Distribution::LocalOrder);
     assert!(!is_aligned(&sorted));
-    assert_eq!(extent_ids(&sorted), [3, 1, 2], "blocks must be sorted by task attempt, then by commit");
+    assert_eq!(checked_ids(&sorted), [3, 1, 2], "blocks must be sorted by task attempt, then by commit");
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [2, 3, 1], "reads must keep the order of commits");
 }
 
@@ -365,7 +365,7 @@ fn sorted_blocks_are_aligned_in_local_order_too() {
     }
     let extent = buffer.seal().unwrap().extent(Distribution::LocalOrder);
     assert!(is_aligned(&extent));
-    assert_eq!(extent_ids(&extent), [9, 8, 7]);
+    assert_eq!(checked_ids(&extent), [9, 8, 7]);
 }
 
 #[test]
@@ -384,7 +384,7 @@ fn aborted_sends_release_their_segments() {
     assert_eq!(memory.used_bytes(), used);
     put(&memory, &buffer, 2, 0, 100);
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);
-    assert_eq!(extent_ids(&buffer.seal().unwrap().extent(Distribution::Normal)), [1, 2]);
+    assert_eq!(checked_ids(&buffer.seal().unwrap().extent(Distribution::Normal)), [1, 2]);
     drop(memory.forget(&key()));
     drop(buffer);
     assert_empty(&memory);
@@ -504,8 +504,8 @@ fn chain_of_four_gigabytes_rotates() {
     assert_eq!(ids(&buffer.read(None, u64::MAX, None)), [1, 2]);
     let (first, second) = (buffer.seal().unwrap(), buffer.seal().unwrap());
     assert!(buffer.seal().is_none());
-    assert_eq!(extent_ids(&first.extent(Distribution::Normal)), [1]);
-    assert_eq!(extent_ids(&second.extent(Distribution::Normal)), [2]);
+    assert_eq!(checked_ids(&first.extent(Distribution::Normal)), [1]);
+    assert_eq!(checked_ids(&second.extent(Distribution::Normal)), [2]);
     assert_eq!((buffer.active_bytes(), buffer.in_flight_bytes(), buffer.in_flight_batches()), (0, 20, 2));
     drop((fills, funds));
     buffer.release(&first);

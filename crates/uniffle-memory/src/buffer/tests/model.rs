@@ -1,5 +1,5 @@
 //! Compares the buffer with a model of plain vectors under random interleavings of fills, commits,
-//! aborts, seals, writes, releases and reads.
+//! aborts, seals, closes, releases and reads.
 
 use proptest::prelude::*;
 
@@ -78,6 +78,7 @@ impl Model {
         batch.map_or(&mut self.active, |batch| &mut batch.blocks).push(meta);
     }
 
+    /// Reads after the block `after`, or from the start if it is not visible.
     fn read(&self, after: i64, limit: u64, filter: Option<i64>) -> (Vec<BlockMeta>, bool) {
         let found = self.sequence().position(|block| block.block_id.0 == after);
         let (mut blocks, mut length) = (Vec::new(), 0);
@@ -108,7 +109,7 @@ struct Run {
 
 impl Run {
     fn new() -> Self {
-        // The ticket leaves 1 MiB, so that segments shrink and overdrafts happen.
+        // `funds` reserves all but 1 MiB, so that segments shrink and overdrafts happen.
         let memory = memory(48 * MIB);
         let buffer = buffer(&memory);
         let funds = funds(&memory, 47 * MIB);
@@ -182,13 +183,13 @@ impl Run {
         let (batch, model) = (&self.batches[at], &mut self.model.batches[at]);
         model.is_open = false;
         let normal = batch.extent(Distribution::Normal);
-        extent_ids(&normal);
+        checked_ids(&normal);
         let (mut got, mut expected) = (normal.blocks, model.blocks.clone());
         got.sort_by_key(|block| block.block_id);
         expected.sort_by_key(|block| block.block_id);
         assert_eq!(got, expected);
         let sorted = batch.extent(Distribution::LocalOrder);
-        extent_ids(&sorted);
+        checked_ids(&sorted);
         assert!(sorted.blocks.is_sorted_by_key(|block| block.task_attempt_id));
         if !is_aligned(&sorted) {
             let mut stable = model.blocks.clone();
@@ -205,7 +206,7 @@ impl Run {
         assert_eq!((got.blocks, got.is_end), self.model.read(after, limit, filter));
     }
 
-    /// Checks that a client's walk sees every block exactly once.
+    /// Checks that a client's walk sees every block exactly once, if nothing changes meanwhile.
     fn walk(&self, limit: u64) {
         let (mut cursor, mut seen) = (None, Vec::new());
         loop {

@@ -89,7 +89,7 @@ fn flush(memory: &Memory, published: &Seen, distribution: Distribution) {
     for candidate in memory.candidates() {
         let Some(batch) = candidate.buffer.seal() else { continue };
         let extent = batch.extent(distribution);
-        let ids = extent_ids(&extent);
+        let ids = checked_ids(&extent);
         published.lock().extend(ids.into_iter().map(|id| (batch.partition(), id)));
         candidate.buffer.release(&batch);
     }

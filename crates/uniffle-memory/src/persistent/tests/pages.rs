@@ -2,7 +2,7 @@
 //! charged.
 
 use super::super::layout::ROW_BYTES;
-use super::super::slots::{CHUNK_BYTES, FREE_CHUNKS};
+use super::super::slots::{CHUNK_BYTES, UNCHARGED_CHUNKS};
 use super::*;
 
 /// Rows per chunk.
@@ -66,7 +66,7 @@ fn pages_with_few_rows_are_charged_whole() {
     assert_eq!(resident_bytes(&memory), all);
     release(&memory, 1);
     assert_eq!(resident_bytes(&memory), all, "each chunk must have a row");
-    let charged = all - FREE_CHUNKS * CHUNK_BYTES;
+    let charged = all - UNCHARGED_CHUNKS * CHUNK_BYTES;
     let rows = u64::from(chunks) * ROW_BYTES;
     assert!(memory.used_bytes() >= charged, "only {} of {before} bytes are charged", memory.used_bytes());
     assert!(memory.shared.supply.lists.charged_bytes() >= charged + u64::from(chunks) * 64);
@@ -112,7 +112,7 @@ fn rows_without_room_for_pages_are_refused() {
         let front = table(&memory).rows.lock().slots.with_pages().len() as u64 * CHUNK_BYTES;
         let records = memory.block_count() * 64;
         let paid = crate::admission::metadata_reserve::FREE_BYTES + lists.ceded_bytes();
-        let paid = paid + memory.heap().of(HeapKind::Blocks).used() + FREE_CHUNKS * CHUNK_BYTES;
+        let paid = paid + memory.heap().of(HeapKind::Blocks).used() + UNCHARGED_CHUNKS * CHUNK_BYTES;
         assert!(
             front + records <= paid,
             "after {sent} sends {front} and {records} bytes are used, {paid} are paid"
