@@ -1,8 +1,8 @@
 //! One application: what its client registered, its last use, its shuffles, and its budgets.
 //!
-//! The application's part of the heap is split into one budget per kind of state, so that one
-//! application cannot use what others need. Only [`AppRegistry`](super::AppRegistry) creates an
-//! application and adds or removes its shuffles. Shuffle data is in `memory` and `store`.
+//! It has a share of each common budget, so that one application cannot use what others need. Only
+//! [`AppRegistry`](super::AppRegistry) creates an application and adds or removes its shuffles.
+//! Shuffle data is in `memory` and `store`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -122,8 +122,8 @@ impl AppClient {
         self.charge.lock().bytes()
     }
 
-    /// Replaces the data of the latest registration, which takes `bytes` bytes. `more` is the part
-    /// of them that was not charged yet.
+    /// Replaces the data of the latest registration, which takes `bytes` bytes. `more` is what
+    /// they exceed [`AppClient::charged_bytes`] by, computed under the same lock of the registry.
     pub(super) fn replace(&self, registration: Registration, bytes: u64, more: Charge) {
         let Registration { user, properties, sent_properties, .. } = registration;
         *self.user.write() = user;

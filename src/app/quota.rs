@@ -1,7 +1,7 @@
 //! A bounded counter whose shares are returned by `Drop`. It limits the number of stored block ids.
 //!
-//! Invariant: the counter is the sum of all shares. It exceeds the bound only for ids that are
-//! acknowledged already ([`QuotaShare::move_from`]). Configurable quotas are in `usage`.
+//! Invariant: the counter is the sum of all shares. Only [`QuotaShare::move_from`] exceeds the
+//! bound. Configurable quotas are in `usage`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -80,7 +80,7 @@ impl QuotaShare {
         self.held += count;
     }
 
-    /// Returns the part of the share above `count`.
+    /// Gives the part of the share above `count` back to the quota.
     pub fn shrink_to(&mut self, count: u64) {
         let surplus = self.held.saturating_sub(count);
         self.held -= surplus;

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn retried_report_changes_nothing_and_is_fully_charged() {
+    fn counts_are_charged_and_retries_change_nothing() {
         let heap = Budget::new(1 << 20);
         let mut counts = RecordCounts::new(&heap);
         let first = [counts_of(P0, &[(7, 100), (3, 5)]), counts_of(P1, &[])];

@@ -52,7 +52,7 @@ use uniffle_wire::types::{AppId, ShuffleKey};
 /// Maximum number of remote stores (by path, settings and user) in use, because clients name them.
 const REMOTES_MAX: usize = 1024;
 
-/// Interval between two checks for remote stores that are not tried.
+/// Interval between two checks for remote stores that need a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Creates clients of file systems.
@@ -278,8 +278,8 @@ impl HdfsStore {
         }
     }
 
-    /// Probes failing remote stores that are not tried, until `stop`. Deleting a missing file
-    /// requires an active NameNode that accepts changes.
+    /// Probes failing remote stores that were not tried for a while, until `stop`. Deleting a
+    /// missing file requires an active NameNode that accepts changes.
     pub async fn keep_probing(self: Arc<Self>, stop: impl Future<Output = ()>) {
         tokio::pin!(stop);
         loop {

@@ -1,9 +1,9 @@
 //! Preflight check of this machine before a start (`--check --here`).
 //!
 //! It reads the files that the configuration names, binds the ports, resolves the advertised
-//! address, tries the directories and maps the memory, as a start does. It releases everything at
-//! once and leaves nothing behind. Limits of the system are compared when the configuration is
-//! loaded (`config::limits`). Coordinators and remote stores are not called.
+//! address, tries the directories and maps the memory, as a start does. It releases everything
+//! and leaves nothing behind, unless a disk hangs. Limits of the system are compared when the
+//! configuration is loaded (`config::limits`). Coordinators and remote stores are not called.
 
 use std::io;
 use std::net::IpAddr;
@@ -23,8 +23,8 @@ use crate::store::disk::directories::claimable;
 use crate::telemetry;
 use uniffle_coordinator::identity;
 
-/// Returns what the worker would use on this machine, one line each. Needs tokio's timers and
-/// blocking threads. Blocking threads may still be stuck on a hung disk when it returns.
+/// Returns a line about what a start would find, after a note if this process runs as root. Needs
+/// tokio's timers and blocking threads, which may still be stuck on a hung disk when it returns.
 ///
 /// # Errors
 /// The reasons why a start would fail or use fewer data directories, one line each.

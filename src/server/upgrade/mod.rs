@@ -4,6 +4,7 @@
 //! successor reports the differences, since only it knows how it reads its configuration. An
 //! upgrade in place cannot change the bind address or a port that clients use. Nor can it move or
 //! give up data of running jobs: directories, their recovery, and the location in an object store.
+//! This module also hands the tickets over.
 
 pub(super) mod preparation;
 pub(super) mod rehearsal;
@@ -136,13 +137,13 @@ impl Facts {
             false => Vec::new(),
         };
         let is_needed = |disk: &DiskInfo| disk.is_healthy() || disk.condition == DiskCondition::Detached;
-        let works = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && is_needed(disk));
+        let must_be_kept = |path: &PathBuf| disks.iter().any(|disk| disk.path == *path && is_needed(disk));
         Self {
             grpc_port: addresses.grpc.port(),
             http_port: addresses.http.port(),
             urpc_port: addresses.tcp.map(|address| address.port()),
             bind_address: config.worker.bind_address,
-            unhealthy: data_paths.iter().filter(|path| !works(path)).cloned().collect(),
+            unhealthy: data_paths.iter().filter(|path| !must_be_kept(path)).cloned().collect(),
             identities: disks.iter().map(|disk| (disk.path.clone(), disk.uuid.into_bytes())).collect(),
             data_paths,
             ports: ports.into_iter().flatten().map(|address| address.port()).collect(),
@@ -156,8 +157,8 @@ impl Facts {
         self.memory.as_ref().is_some_and(|memory| memory.contains(&format!(" {backing} ")))
     }
 
-    /// Returns whether a successor with `config` has memory of the same kind and at least the same
-    /// size.
+    /// Returns whether a successor with `config` can take over the memory: its own has the same
+    /// kind and at least the same size. Otherwise the memory is flushed before the upgrade.
     pub(super) fn leaves_memory_to(&self, config: &Config) -> bool {
         self.memory.as_ref().is_some_and(|memory| config.memory.can_follow(memory))
     }
@@ -231,9 +232,9 @@ impl Facts {
             let (wanted, running) = (config.worker.bind_address, self.bind_address);
             problems.push(format!("bind_address = {wanted}: must be {running}, as in the running worker"));
         }
-        let kept =
+        let is_gone =
             |path: &&PathBuf| !config.worker.store_type.has_local() || !config.local.paths.contains(path);
-        for gone in self.data_paths.iter().filter(kept) {
+        for gone in self.data_paths.iter().filter(is_gone) {
             let path = gone.display();
             problems.push(format!(
                 "localfile_store.data_paths: must contain {path}, which has data of running jobs"

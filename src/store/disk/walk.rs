@@ -4,10 +4,10 @@
 use super::shuffle::DiskShuffle;
 use uniffle_wire::types::PartitionId;
 
-/// Number of extents per batch.
+/// Number of partitions or extents per batch.
 pub(in crate::store) const WALK_BATCH_MAX: usize = 4096;
 
-/// Adds `more` visited extents to `visited`, and yields after each batch.
+/// Adds `more` visited partitions or extents to `visited`, and yields after each batch.
 pub(in crate::store) async fn yield_per_batch(visited: &mut usize, more: usize) {
     *visited += more;
     if *visited >= WALK_BATCH_MAX {
@@ -62,7 +62,7 @@ mod tests {
                 publish(10);
             }
         };
-        assert_eq!(times, 2, "expected one full and one smaller batch");
+        assert_eq!(times, 2, "expected a yield after each of two full batches");
         assert_eq!(all, (0..next).map(|id| PartitionId(-id)).collect::<Vec<_>>());
     }
 }

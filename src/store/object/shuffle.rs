@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::core::ObjectCore;
 use super::layout::{Registered, segment_key, shuffle_prefix};
-use super::upload::group::UploadQueue;
+use super::upload::queue::UploadQueue;
 use super::upload::segment::{SegmentNumbers, UploadJob};
 use crate::store::extents::extent::Extent;
 use crate::store::index::record_cache::RecordsKey;

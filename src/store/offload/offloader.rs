@@ -70,7 +70,7 @@ impl OffloadTier {
         let bytes = shuffle.local.usage().bytes;
         let is_stuck = shuffle.is_stuck(bytes);
         ShuffleView {
-            age: shuffle.local.incarnation(),
+            incarnation: shuffle.local.incarnation(),
             on_disks: self.local.occupied(&shuffle.local),
             movable_bytes: if is_stuck { 0 } else { bytes },
             cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),

@@ -3,8 +3,8 @@
 //! A disk that is full or above the high watermark is under pressure: its data is offloaded until
 //! it is below the low one. The largest shuffle on disks under pressure is offloaded first; among
 //! shuffles of similar size, the oldest. Cold partitions are offloaded once they fill an object. A
-//! drain offloads everything, the oldest shuffle first. A shuffle whose offload failed comes after
-//! all others, so it does not hold them up.
+//! drain offloads everything, the oldest shuffle first. In each of these orders, a shuffle whose
+//! last offload failed comes last.
 
 use std::cmp::Reverse;
 
@@ -31,8 +31,8 @@ pub struct DiskView {
 /// Data of a shuffle that can be offloaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShuffleView {
-    /// Order of registration: later registrations have greater values.
-    pub age: u64,
+    /// Later registrations have greater incarnations.
+    pub incarnation: u64,
     /// Bytes of the shuffle's files, by disk.
     pub on_disks: Vec<u64>,
     /// Bytes that can be offloaded.
@@ -78,7 +78,7 @@ pub fn next(
     if is_draining {
         let remaining = all().filter(|(_, it)| it.is_unknown || it.movable_bytes > 0);
         return remaining
-            .min_by_key(|(_, it)| (it.last_failure, it.age))
+            .min_by_key(|(_, it)| (it.last_failure, it.incarnation))
             .map(|(at, _)| OffloadCandidate::Oldest(at));
     }
     let bytes_under_pressure = |it: &ShuffleView| -> u64 {
@@ -87,8 +87,9 @@ pub fn next(
         here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
     };
     let largest = all().filter(|(_, it)| bytes_under_pressure(it) > 0);
-    let largest = largest
-        .max_by_key(|(_, it)| (Reverse(it.last_failure), bytes_under_pressure(it).ilog2(), Reverse(it.age)));
+    let largest = largest.max_by_key(|(_, it)| {
+        (Reverse(it.last_failure), bytes_under_pressure(it).ilog2(), Reverse(it.incarnation))
+    });
     let coldest = || {
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
         cold.max_by_key(|(_, it)| (Reverse(it.last_failure), it.cold_bytes))
@@ -107,10 +108,10 @@ mod tests {
         DiskView { used_ratio, is_full: false, is_under_pressure }
     }
 
-    fn shuffle(age: u64, on_disks: &[u64]) -> ShuffleView {
+    fn shuffle(incarnation: u64, on_disks: &[u64]) -> ShuffleView {
         let movable_bytes = on_disks.iter().sum();
         let (on_disks, is_unknown) = (on_disks.to_vec(), false);
-        ShuffleView { age, on_disks, movable_bytes, cold_bytes: 0, is_unknown, last_failure: 0 }
+        ShuffleView { incarnation, on_disks, movable_bytes, cold_bytes: 0, is_unknown, last_failure: 0 }
     }
 
     #[test]

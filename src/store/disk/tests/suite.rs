@@ -11,7 +11,7 @@ async fn suite(disks: Vec<Arc<dyn Disk>>, direct_io: bool) {
     store.register(&key);
     assert_eq!(read_all(&store, &key, 5).await.unwrap(), Vec::<i64>::new());
 
-    // Aligned, gathered, larger than a staging buffer, and both in one batch.
+    // One batch of aligned and gathered extents, one of them larger than a staging buffer.
     let batch = vec![
         extent(5, &[(1, 100), (2, 5000)], true),
         extent(5, &[(3, 1)], false),
@@ -164,6 +164,7 @@ async fn index_of_many_chunks_is_complete() {
     let store = store_on(&disks).await;
     let key = key("app", 1);
     store.register(&key);
+    // The records exceed one chunk of 2 MiB.
     for round in 0..3 {
         let blocks: Vec<_> = (0..20_000).map(|n| (round * 20_000 + n, 1 + n as usize % 3)).collect();
         let published = store.write(&key, vec![extent(1, &blocks, round == 1)]).await.unwrap();

@@ -1,9 +1,9 @@
-//! The client of a store that speaks S3: `object_store` over the worker's own HTTP and TLS.
+//! The client of a store that speaks S3: the crate `object_store` over the worker's own HTTP and
+//! TLS.
 //!
-//! The rest of the tier sees an `ObjectStore` whose paths begin below `object_store.url`, and
-//! [`Failure`], the class of its errors. `object_store` builds, signs and retries requests. This
-//! module limits and counts them, limits responses, reuses connections, and reads credentials from
-//! a file.
+//! The rest of the tier sees an `ObjectStore` whose paths begin below the configured URL, and
+//! [`Failure`], the class of its errors. The crate builds, signs and retries requests. This module
+//! limits and counts them, limits responses, reuses connections, and reads credentials from a file.
 //!
 //! Invariant: a request with a permit ends within its deadlines, with a response or an error,
 //! unless its reader pauses. A dropped request ends at once. No task and no connection outlives

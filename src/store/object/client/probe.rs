@@ -12,7 +12,7 @@ use super::open::Client;
 /// Content of the object. Each worker has its own object.
 const CONTENT: &[u8] = b"uniffle-worker was here; this object can be deleted";
 
-/// Step that failed, with its cause and the remedy.
+/// Step that failed, with its cause, and the remedy if the store refused.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot use {url}: failed to {step}: {explanation}")]
 pub struct ProbeError {
@@ -28,7 +28,7 @@ impl Client {
     /// begins and aborts an upload.
     ///
     /// # Errors
-    /// [`ProbeError`] of the first step that fails, with the remedy.
+    /// [`ProbeError`] of the first step that fails. Wrong content is reported only if none fails.
     pub async fn probe(&self, name: &str) -> Result<(), ProbeError> {
         let (store, path) = (self.store(), Path::from(format!("{name}/.probe")));
         let failed = |step| {

@@ -28,7 +28,7 @@ use uniffle_io::buffers::READ_CHUNK_BYTES_MAX;
 
 /// Maximum number of bytes requested beyond a chunk, without a cache, if they follow it in the same
 /// object. Without them, each chunk would be a request of its own.
-const ANSWER_BYTES_MAX: u64 = 16 << 20;
+const BEYOND_CHUNK_BYTES_MAX: u64 = 16 << 20;
 
 /// A read of a range. Each chunk continues where the previous one ended.
 pub(in crate::store::object) struct ObjectDataRead {
@@ -115,7 +115,7 @@ impl ObjectDataRead {
         let parts = plan(&self.extents, &(start..until));
         let next = |bytes| until..end.min(until.saturating_add(bytes));
         self.state.more = match parts.last().filter(|_| core.cache.is_none()) {
-            Some(last) => adjacent_bytes(last, &self.extents, &next(ANSWER_BYTES_MAX)),
+            Some(last) => adjacent_bytes(last, &self.extents, &next(BEYOND_CHUNK_BYTES_MAX)),
             // The cache stores whole chunks, so nothing is requested beyond a chunk.
             None => 0,
         };

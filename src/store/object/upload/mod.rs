@@ -4,7 +4,7 @@
 //! Invariant: extents become visible, or are relocated, only after the store has confirmed the
 //! object with them.
 
-pub(super) mod group;
 pub(super) mod intake;
+pub(super) mod queue;
 pub(in crate::store) mod segment;
 pub(super) mod uploader;

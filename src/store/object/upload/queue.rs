@@ -45,7 +45,7 @@ impl<T> UploadQueue<T> {
 
     /// Creates the guard of the task.
     pub(super) fn running(&self) -> UploadTaskGuard<'_, T> {
-        UploadTaskGuard { group: self, has_ended: false }
+        UploadTaskGuard { queue: self, has_ended: false }
     }
 }
 
@@ -53,14 +53,14 @@ impl<T> UploadQueue<T> {
 /// can be started.
 #[derive(Debug)]
 pub(super) struct UploadTaskGuard<'a, T> {
-    group: &'a UploadQueue<T>,
+    queue: &'a UploadQueue<T>,
     has_ended: bool,
 }
 
 impl<T> UploadTaskGuard<'_, T> {
     /// Removes the next job. Returns `None` if there is none, and then the task has to end.
     pub(super) fn take_or_end(&mut self) -> Option<T> {
-        let mut state = self.group.0.lock();
+        let mut state = self.queue.0.lock();
         let next = state.waiting.pop_front();
         if next.is_none() {
             (state.has_task, self.has_ended) = (false, true);
@@ -74,7 +74,7 @@ impl<T> Drop for UploadTaskGuard<'_, T> {
         if self.has_ended {
             return;
         }
-        let mut state = self.group.0.lock();
+        let mut state = self.queue.0.lock();
         state.has_task = false;
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
@@ -87,17 +87,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn coalescer_runs_one_task_and_loses_no_job() {
-        let group = UploadQueue::default();
-        assert!(group.add(1) && !group.add(2));
-        let mut running = group.running();
-        assert_eq!((running.take_or_end(), group.take()), (Some(1), Some(2)));
-        assert!(!group.add(3), "the running task must take the job");
+    fn queue_runs_one_task_and_loses_no_job() {
+        let queue = UploadQueue::default();
+        assert!(queue.add(1) && !queue.add(2));
+        let mut running = queue.running();
+        assert_eq!((running.take_or_end(), queue.take()), (Some(1), Some(2)));
+        assert!(!queue.add(3), "the running task must take the job");
         assert_eq!((running.take_or_end(), running.take_or_end()), (Some(3), None));
-        assert!(group.add(4), "a job after the end of the task needs a new task");
+        assert!(queue.add(4), "a job after the end of the task needs a new task");
         drop(running);
-        assert!(!group.add(5), "the guard of an ended task must have no effect");
-        drop(group.running());
-        assert_eq!((group.take(), group.add(6)), (None, true));
+        assert!(!queue.add(5), "the guard of an ended task must have no effect");
+        drop(queue.running());
+        assert_eq!((queue.take(), queue.add(6)), (None, true));
     }
 }

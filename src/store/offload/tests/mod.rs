@@ -1,5 +1,5 @@
-//! Tests of offload: the tier above in-memory disks and an in-memory store with injected faults. A
-//! process can be killed at any store call, and disks and store survive it.
+//! Tests of offload: the tier above in-memory disks and an in-memory store with injected faults.
+//! Disks and store survive the process. A store that refuses all later calls stands for a kill.
 
 mod damaged;
 mod guards;
@@ -189,7 +189,7 @@ impl Process {
         Arc::clone(&self.tier).forget(&key.app, keys, Purge::Shuffles).unwrap().await;
     }
 
-    /// Ends the process as `kill -9` does.
+    /// Ends the process without a flush: cancels its tasks and waits for them.
     async fn kill(self) -> Fixture {
         self.tasks.cancel();
         self.tasks.close();
