@@ -25,8 +25,9 @@ use uniffle_worker::store::{
     StoreError, Tier as _,
 };
 
-/// The shuffle whose requests have faults, or the first of several, and an unaffected one.
+/// The shuffle whose requests have faults, or the first of several.
 const AFFECTED: i32 = 2;
+/// A shuffle whose requests have no faults.
 const BESIDE: i32 = 1;
 const P: PartitionId = PartitionId(0);
 /// Length of a block. Two exceed an upload part.
@@ -239,7 +240,7 @@ async fn acknowledged_records_survive_any_fault_of_a_log_write() {
         let process = Process::start(&server).await.unwrap();
         let mut recovered = process.tier.take_recovered();
         assert!(recovered.shuffles.iter().all(|it| it.incomplete.is_none()), "{recovered:?}");
-        // Unacknowledged batches may be known, too.
+        // Unacknowledged records may be known, too.
         let stored = records_of(&mut recovered, AFFECTED).await;
         let mut remaining = stored.iter();
         assert!(acknowledged.iter().all(|one| remaining.any(|it| it == one)), "{on:?} {times}: {stored:?}");

@@ -1,5 +1,6 @@
 //! Failures over the file system in memory and over a real HDFS. A failed write continues in
-//! another file or tier; at every moment each block is visible somewhere.
+//! another file or tier, and no block is lost. On a real HDFS, a failed append may hide the blocks
+//! of its file until the file is closed.
 
 use std::sync::Arc;
 use std::time::Duration;

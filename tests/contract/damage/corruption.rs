@@ -11,8 +11,8 @@ use uniffle_testkit::fault::{EIO, Fault, Operation, Rule};
 use uniffle_testkit::memory_disk::MemoryDisk;
 use uniffle_testkit::on_disk::{CLAIM, DirectoryFiles};
 
-use super::corruptor;
 use super::fixture::Fixture;
+use super::rewrite;
 
 const SECTOR_BYTES: usize = 512;
 
@@ -261,14 +261,14 @@ fn damage_file(fixture: &mut Fixture, disk: usize, damage: &mut Damage) {
 
 fn damage_both_copies(fixture: &mut Fixture, damage: &mut Damage) {
     let logs = |disk: &Arc<MemoryDisk>| {
-        let files = disk.snapshot().into_iter().filter(|(path, _)| corruptor::is_log(path));
+        let files = disk.snapshot().into_iter().filter(|(path, _)| rewrite::is_log(path));
         files.map(|(path, content)| (Arc::clone(disk), path, content)).collect::<Vec<_>>()
     };
     let copies: Vec<_> = fixture.disks.iter().flat_map(logs).collect();
     let Some((_, _, longest)) = copies.iter().max_by_key(|(_, _, content)| content.len()) else { return };
-    let frames = corruptor::frames(longest).len() as u64;
+    let frames = rewrite::frames(longest).len() as u64;
     let kept = frames.saturating_sub(fixture.rng.random_range(1..=3)).max(1);
-    let fits = corruptor::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
+    let fits = rewrite::chained(longest, |frame| (frame.sequence < kept).then_some(frame.entry)).len();
     let (torn, flips) = (fixture.rng.random(), fixture.rng.random());
     for (disk, path, content) in copies.iter().filter(|(_, _, content)| content.len() == longest.len()) {
         let mut content = content.clone();

@@ -6,10 +6,10 @@
 //! ([`corruption::Damage::is_known_gap`]).
 
 mod corruption;
-mod corruptor;
 mod fixture;
 mod mutations;
 mod reregistration;
+mod rewrite;
 mod tally;
 
 use std::collections::BTreeSet;

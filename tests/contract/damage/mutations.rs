@@ -18,8 +18,8 @@ use uniffle_wire::types::{BlockId, ShuffleKey};
 use uniffle_worker::log::format::frame::{Frame, FrameContent};
 use uniffle_worker::store::VerifyReads;
 
-use super::corruptor;
 use super::fixture::{Fixture, LAYOUT};
+use super::rewrite;
 use super::run_safely;
 
 /// Seeds within which a mutation must be noticed.
@@ -92,20 +92,20 @@ impl Mutation {
             }
             Self::NoIndexes => {
                 for disk in &fixture.disks {
-                    remove(disk.files(), corruptor::is_index, |path| disk.put(path, None));
+                    remove(disk.files(), rewrite::is_index, |path| disk.put(path, None));
                 }
             }
             Self::NoLogChecksums => rewrite(fixture, |path, content| {
-                if corruptor::is_log(path) || corruptor::is_members(path) {
-                    corruptor::reseal_log(content);
+                if rewrite::is_log(path) || rewrite::is_members(path) {
+                    rewrite::reseal_log(content);
                 }
             }),
             Self::NoLogChain => change_a_frame(fixture, |content, removed| {
-                corruptor::chained(content, |frame| (frame.sequence != removed).then_some(frame.entry))
+                rewrite::chained(content, |frame| (frame.sequence != removed).then_some(frame.entry))
             }),
             Self::DamagedFrame => change_a_frame(fixture, |content, damaged| {
                 let before =
-                    corruptor::chained(content, |frame| (frame.sequence < damaged).then_some(frame.entry));
+                    rewrite::chained(content, |frame| (frame.sequence < damaged).then_some(frame.entry));
                 let mut content = content.to_vec();
                 content[before.len()] ^= 1;
                 content
@@ -116,22 +116,21 @@ impl Mutation {
                 }
             }
             Self::NoClaimChecksum => rewrite(fixture, |path, content| {
-                if let Some(resealed) = corruptor::reseal_claim(content).filter(|_| is_claim(path)) {
+                if let Some(resealed) = rewrite::reseal_claim(content).filter(|_| is_claim(path)) {
                     *content = resealed;
                 }
             }),
             Self::NoUnclaimed => {
                 for disk in fixture.disks.iter().filter(|disk| !disk.files().is_empty()) {
-                    let claim =
-                        disk.content(Path::new(CLAIM)).filter(|claim| corruptor::is_sound_claim(claim));
+                    let claim = disk.content(Path::new(CLAIM)).filter(|claim| rewrite::is_sound_claim(claim));
                     if claim.is_none() {
                         disk.put(Path::new(CLAIM), Some(on_disk::new_claim()));
                     }
                 }
             }
             Self::NoIndexChecksums => rewrite(fixture, |path, content| {
-                if corruptor::is_index(path) {
-                    corruptor::reseal_index(content);
+                if rewrite::is_index(path) {
+                    rewrite::reseal_index(content);
                 }
             }),
             Self::NoReadOnlyDisks if fixture.disks.len() > 1 => {
@@ -172,8 +171,7 @@ fn rewrite(fixture: &Fixture, change: impl Fn(&Path, &mut Vec<u8>)) {
 /// not the last.
 fn change_a_frame(fixture: &mut Fixture, change: impl Fn(&[u8], u64) -> Vec<u8>) {
     let files: Vec<_> = fixture.disks.iter().flat_map(|disk| disk.snapshot()).collect();
-    let frames =
-        files.iter().filter(|(path, _)| corruptor::is_log(path)).map(|(_, log)| corruptor::frames(log));
+    let frames = files.iter().filter(|(path, _)| rewrite::is_log(path)).map(|(_, log)| rewrite::frames(log));
     let Some(longest) = frames.max_by_key(Vec::len) else { return };
     let listed: Vec<u64> = longest[..longest.len().saturating_sub(1)]
         .iter()
@@ -182,7 +180,7 @@ fn change_a_frame(fixture: &mut Fixture, change: impl Fn(&[u8], u64) -> Vec<u8>)
         .collect();
     let Some(chosen) = listed.choose(&mut fixture.rng).copied() else { return };
     rewrite(fixture, |path, content| {
-        if corruptor::is_log(path) && corruptor::frames(content).len() == longest.len() {
+        if rewrite::is_log(path) && rewrite::frames(content).len() == longest.len() {
             *content = change(content, chosen);
         }
     });
@@ -195,18 +193,18 @@ fn clear_missing_members(fixture: &Fixture) {
     let claims = files.iter().filter(|(path, _)| is_claim(path));
     let uuid = |claim: &[u8]| String::from_utf8_lossy(claim).lines().nth(1).unwrap_or_default().to_owned();
     let uuids: Vec<String> = claims.map(|(_, claim)| uuid(claim)).collect();
-    let says_epoch = |path: &Path| corruptor::is_log(path) || corruptor::is_members(path);
+    let says_epoch = |path: &Path| rewrite::is_log(path) || rewrite::is_members(path);
     let logs = files.iter().filter(|(path, _)| says_epoch(path));
     let epoch = |frame: Frame| match frame.entry {
         FrameContent::Epoch(epoch) => Some(epoch.id),
         _ => None,
     };
-    let ids: Vec<u64> = logs.flat_map(|(_, log)| corruptor::frames(log)).filter_map(epoch).collect();
+    let ids: Vec<u64> = logs.flat_map(|(_, log)| rewrite::frames(log)).filter_map(epoch).collect();
     rewrite(fixture, |path, content| {
         if says_epoch(path) {
-            *content = corruptor::chained(content, |frame| match frame.entry {
+            *content = rewrite::chained(content, |frame| match frame.entry {
                 FrameContent::Epoch(epoch) => Some(FrameContent::Epoch(Box::new(
-                    corruptor::without_missing_members(*epoch, &uuids, &ids),
+                    rewrite::without_missing_members(*epoch, &uuids, &ids),
                 ))),
                 record => Some(record),
             });

@@ -1,4 +1,4 @@
-//! Corrupted files with valid checksums, which a worker reads as if it verified none.
+//! Rewrites metadata logs, indexes and claims so that damaged ones have valid checksums.
 //!
 //! The worker has no switches for its defences and should not have any. Recomputing the checksums
 //! after a corruption shows the effect of a missing defence.
@@ -11,12 +11,12 @@ use uniffle_worker::log::METADATA;
 use uniffle_worker::log::format::frame::{self, Encoder, Epoch, Frame, FrameContent};
 use uniffle_worker::store::index::codec;
 
-/// Bytes of a frame header before its checksum.
-const FRAME_CHECKED: usize = 36;
-/// Bytes of an index group header before its checksum.
-const GROUP_CHECKED: usize = 60;
-/// Bytes of an index entry before its checksum.
-const ENTRY_CHECKED: usize = 36;
+/// Offset of the checksum in a frame header.
+const FRAME_CHECKSUM_AT: usize = 36;
+/// Offset of the checksum in an index group header.
+const GROUP_CHECKSUM_AT: usize = 60;
+/// Offset of the checksum of an entry's records in the entry.
+const ENTRY_CHECKSUM_AT: usize = 36;
 
 /// Returns whether the file is a copy of the metadata log.
 pub(crate) fn is_log(path: &Path) -> bool {
@@ -37,12 +37,12 @@ pub(crate) fn reseal_log(content: &mut [u8]) {
     let (mut at, mut previous) = (0, 0_u32);
     while let Ok(length) = frame::total_bytes(content.get(at..).unwrap_or_default()) {
         let Some(frame) = content.get_mut(at..at + length) else { return };
-        frame[FRAME_CHECKED - 4..FRAME_CHECKED].copy_from_slice(&previous.to_be_bytes());
+        frame[FRAME_CHECKSUM_AT - 4..FRAME_CHECKSUM_AT].copy_from_slice(&previous.to_be_bytes());
         let mut hasher = crc32fast::Hasher::new();
-        hasher.update(&frame[..FRAME_CHECKED]);
+        hasher.update(&frame[..FRAME_CHECKSUM_AT]);
         hasher.update(&frame[frame::HEADER_BYTES..]);
         let crc: u32 = hasher.finalize();
-        frame[FRAME_CHECKED..frame::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
+        frame[FRAME_CHECKSUM_AT..frame::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
         (at, previous) = (at + length, crc);
     }
 }
@@ -92,13 +92,13 @@ pub(crate) fn reseal_index(content: &mut [u8]) {
             let blocks = u32::from_be_bytes([entry[4], entry[5], entry[6], entry[7]]) as usize;
             let Some((own, rest)) = records.split_at_checked(blocks.saturating_mul(40)) else { break };
             records = rest;
-            entry[ENTRY_CHECKED..].copy_from_slice(&crc32fast::hash(own).to_be_bytes());
+            entry[ENTRY_CHECKSUM_AT..].copy_from_slice(&crc32fast::hash(own).to_be_bytes());
         }
         let mut hasher = crc32fast::Hasher::new();
-        hasher.update(&head[..GROUP_CHECKED]);
+        hasher.update(&head[..GROUP_CHECKSUM_AT]);
         hasher.update(&head[codec::HEADER_BYTES..]);
         let crc: u32 = hasher.finalize();
-        head[GROUP_CHECKED..codec::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
+        head[GROUP_CHECKSUM_AT..codec::HEADER_BYTES].copy_from_slice(&crc.to_be_bytes());
         at = found + total;
     }
 }

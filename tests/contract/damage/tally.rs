@@ -137,7 +137,7 @@ impl Report {
         {
             self.fail(format!("NeedlessRefusal of {key}: {}", refusal.text()));
         }
-        // Partial damage is checked in the total. Without damage every block must be served.
+        // With damage, only the share of served blocks is checked, elsewhere.
         if let Some(first) = findings.missing.first().filter(|_| self.corruption == Some(Corruption::Nothing))
         {
             let (count, partition, block) = (findings.missing.len(), first.partition, first.block);
@@ -153,7 +153,8 @@ impl Report {
 #[derive(Debug, Default)]
 pub(crate) struct Total {
     rows: BTreeMap<(Option<Corruption>, String), Counts>,
-    breaches: BTreeMap<String, u64>,
+    /// Number of failures by their first word.
+    failures_by_word: BTreeMap<String, u64>,
     failures: Vec<(u64, String)>,
 }
 
@@ -162,8 +163,8 @@ impl Total {
         report.counts.failed = u64::from(!report.failures.is_empty());
         self.rows.entry((report.corruption, report.kind)).or_default().add(&report.counts);
         for failure in &report.failures {
-            let breach = failure.split_once([':', ' ']).map_or(failure.as_str(), |(first, _)| first);
-            *self.breaches.entry(breach.to_owned()).or_default() += 1;
+            let word = failure.split_once([':', ' ']).map_or(failure.as_str(), |(first, _)| first);
+            *self.failures_by_word.entry(word.to_owned()).or_default() += 1;
         }
         if let Some(first) = report.failures.first() {
             let (corruption, disks) = (report.corruption, report.disks);
@@ -239,8 +240,8 @@ impl fmt::Display for Total {
             sum.add(row);
         }
         line(f, "all", &sum)?;
-        for (breach, count) in &self.breaches {
-            writeln!(f, "{breach}: {count}")?;
+        for (word, count) in &self.failures_by_word {
+            writeln!(f, "{word}: {count}")?;
         }
         if self.failures.len() > SHOWN_MAX {
             writeln!(f, "{} seeds failed", self.failures.len())?;

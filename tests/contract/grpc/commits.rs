@@ -120,9 +120,11 @@ async fn commit_waits_for_disks_until_shuffle_is_unregistered() {
         tokio::spawn(async move { service.ingest.commit_task("app-1", shuffle).await })
     };
     let (first, second) = (commit(1), commit(2));
-    eventually("both were tried", || match fixture.faults.iter().map(Faults::injected).sum::<u64>() {
-        0..4 => Err("not yet".to_owned()),
-        _ => Ok(()),
+    eventually("writes fail on the disks", || {
+        match fixture.faults.iter().map(Faults::injected).sum::<u64>() {
+            0..4 => Err("not yet".to_owned()),
+            _ => Ok(()),
+        }
     })
     .await;
     assert!(!first.is_finished() && !second.is_finished());

@@ -1,4 +1,5 @@
-//! A panic in a task ends that task, is reported at once and leaves no state.
+//! A panic costs only the operation in which it happens: a write is repeated, a read fails without
+//! a timeout, and the worker stays usable.
 
 use std::time::Duration;
 

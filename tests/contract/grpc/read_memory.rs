@@ -1,6 +1,6 @@
-//! Read memory is bounded and is charged until the socket has accepted the bytes. Clients that do
-//! not read keep their read memory, and requests beyond the limit get NO_BUFFER. Responses from
-//! memory are smaller on a slow connection.
+//! Read memory, the budget for reads of disks, is bounded and is charged until the socket has
+//! accepted the bytes. Clients that do not read keep their read memory, and requests beyond the
+//! limit get NO_BUFFER. Responses from the memory tier are smaller on a slow connection.
 
 use std::time::Duration;
 

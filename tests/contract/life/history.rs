@@ -209,30 +209,31 @@ impl History {
         true
     }
 
-    async fn start(&mut self, all_disks: bool) {
+    /// Starts a process. The last one has all disks and no new faults.
+    async fn start(&mut self, is_last: bool) {
         self.life += 1;
         self.faults = self.disks.iter().map(|_| Faults::default()).collect();
         (self.missing, self.unlisted, self.claim, self.is_faulty) = (None, None, None, false);
-        let hand_off = self.hand_off.take().filter(|_| !all_disks);
-        if hand_off.is_none() && !all_disks && self.rng.random_bool(0.1) {
+        let hand_off = self.hand_off.take().filter(|_| !is_last);
+        if hand_off.is_none() && !is_last && self.rng.random_bool(0.1) {
             self.start_unmounted().await;
         }
-        if self.objects.is_none() && !all_disks && self.rng.random_bool(0.05) {
+        if self.objects.is_none() && !is_last && self.rng.random_bool(0.05) {
             self.start_by_two_paths().await;
         }
         match &hand_off {
             Some(_) if self.rng.random_bool(0.7) => {}
             // Sometimes a fault happens between the two processes.
             Some(_) => self.plan_fault(),
-            None if !all_disks && self.life > 1 && self.has_disks() => self.plan_fault(),
+            None if !is_last && self.life > 1 && self.has_disks() => self.plan_fault(),
             None => {}
         }
-        self.reads_fail = !all_disks && self.rng.random_bool(0.2);
+        self.reads_fail = !is_last && self.rng.random_bool(0.2);
         self.files_removed = false;
         let stored = match self.store() {
-            Some(store) if self.has_disks() => self.start_on_both(&store, hand_off, all_disks).await,
+            Some(store) if self.has_disks() => self.start_on_both(&store, hand_off, is_last).await,
             Some(store) => {
-                self.start_above(&store, all_disks).await;
+                self.start_above(&store, is_last).await;
                 self.durable_blocks()
             }
             None => self.start_on_disks(hand_off).await,

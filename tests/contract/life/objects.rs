@@ -26,7 +26,8 @@ pub(super) struct Objects {
     pub(super) store: FaultyObjects,
     /// Content of the store when the previous process started.
     pub(super) earlier: BTreeMap<String, Bytes>,
-    /// Objects below the disks are damaged, and requests are delivered late.
+    /// In a run on disks: objects may be damaged, and log objects written late. In a run on objects
+    /// alone it is false, although objects may be damaged.
     pub(super) is_damaged: bool,
 }
 

@@ -37,11 +37,14 @@ tally!(
     stops_above_watermark,
     recovered_disks,
     full_files,
+    // Ends of shuffles that could not be logged, because no disk had room.
     refused_ends,
+    // Starts that were refused because two paths lead to one directory.
     doubled_paths,
     damaged_metadata,
     damaged_claims,
     claims_written,
+    // Gaps of the metadata log that ended with the timeout of applications.
     ended_gaps,
     refused_results,
     forgotten_shuffles,

@@ -1,5 +1,6 @@
-//! Reads, writes, uploads, lists and deletions, which every store answers equally. The in-process
-//! store also gets writes and uploads with the other settings of the upload check.
+//! Reads, writes, uploads, lists and deletions. Every store answers them alike, except the deletion
+//! of a missing object. The in-process store also gets writes and uploads with the other settings
+//! of the upload check.
 
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ const PART_BYTES: usize = 5 << 20;
 async fn common_calls(store: &Arc<dyn ObjectStore>) {
     objects_are_written_and_read(store).await;
     uploads_have_parts_in_parallel(store).await;
-    an_aborted_upload_leaves_nothing(store).await;
+    an_aborted_upload_makes_no_object(store).await;
     lists_have_pages_and_a_prefix_is_deleted(store).await;
 }
 
@@ -72,7 +73,7 @@ async fn uploads_have_parts_in_parallel(store: &Arc<dyn ObjectStore>) {
     store.delete(&path).await.unwrap();
 }
 
-async fn an_aborted_upload_leaves_nothing(store: &Arc<dyn ObjectStore>) {
+async fn an_aborted_upload_makes_no_object(store: &Arc<dyn ObjectStore>) {
     let path = Path::from("w1/aborted");
     let mut upload = store.put_multipart(&path).await.unwrap();
     upload.put_part(content(PART_BYTES).into()).await.unwrap();

@@ -57,7 +57,7 @@ async fn only_objects_of_departed_workers_are_removed() {
     let all: Vec<_> = listed["workers"].as_array().unwrap().iter().map(of).collect();
     let unknown = |id: &str| (id.to_owned(), "unknown".to_owned());
     let (own, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|(_, state)| state == "own");
-    assert_eq!(own.len(), 1, "expected only the log of this worker");
+    assert_eq!(own.len(), 1, "this worker must be listed once");
     assert_eq!(others, ["10.0.0.1-1", "10.0.0.2-1", "10.0.0.3-1"].map(unknown));
     assert_eq!((&listed["workers"][0]["objects"], &listed["workers"][0]["bytes"]), (&3.into(), &300.into()));
     assert!(
@@ -68,6 +68,7 @@ async fn only_objects_of_departed_workers_are_removed() {
     let removed: Value =
         serde_json::from_str(&ctl(&["--live", "10.0.0.2-1", "--remove"]).await.succeeded()).unwrap();
     assert_eq!(removed["removed"].as_array().unwrap().len(), 1, "{removed}");
+    // The claim does not count.
     assert_eq!(removed["removed"][0]["objects"], 3, "{removed}");
     for key in ["app/1.5/s0000000001", &log[0], &log[1], "!claim"] {
         assert!(!has(&files, &format!("10.0.0.1-1/{key}")), "{key} was not removed");
