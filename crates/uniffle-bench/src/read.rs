@@ -18,7 +18,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 use crate::content::ContentPool;
 use crate::session::ClientSession;
-use crate::stats::{Operation, Stats, add};
+use crate::stats::{Stats, TimedOperation, add};
 use crate::write::ExpectedIds;
 
 /// Number of consecutive memory responses without a new block after which the server counts as
@@ -72,7 +72,7 @@ async fn work(phase: Arc<ReadPhase>, reader: u32) -> anyhow::Result<()> {
         let begin = pace(&phase, number).await;
         let read = read_partition(&phase, session, PartitionId(partition)).await;
         read.with_context(|| format!("partition {partition}"))?;
-        phase.stats.record(Operation::ReadPartition, begin.elapsed());
+        phase.stats.record(TimedOperation::ReadPartition, begin.elapsed());
     }
 }
 

@@ -291,13 +291,13 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::stats::{Operation, Stats};
+    use crate::stats::{Stats, TimedOperation};
 
     /// A report with something in every part.
     pub(crate) fn sample_report() -> BenchReport {
         let stats = Stats::default();
-        stats.record(Operation::SendShuffleData, std::time::Duration::from_millis(12));
-        stats.record(Operation::SendShuffleData, std::time::Duration::from_millis(14));
+        stats.record(TimedOperation::SendShuffleData, std::time::Duration::from_millis(12));
+        stats.record(TimedOperation::SendShuffleData, std::time::Duration::from_millis(14));
         let server =
             ServerUse { cpu_seconds: 1.0, peak_rss_bytes: 1 << 30, threads: 14, ..ServerUse::default() };
         let phase = PhaseReport {

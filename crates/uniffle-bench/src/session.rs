@@ -24,7 +24,7 @@ use crate::content::ContentPool;
 use crate::grpc_connection::GrpcConnection;
 use crate::message::{self, MessagePieces};
 use crate::plan::{LAYOUT, PlannedMessage};
-use crate::stats::{Operation, Stats, add};
+use crate::stats::{Stats, TimedOperation, add};
 use crate::tcp_connection::{RawConnection, TcpResponse};
 
 /// Attempts to send one message, each with a new ticket (`rss.client.rpc.maxAttempts`).
@@ -121,7 +121,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/registerShuffle", &request);
             let answer: proto::ShuffleRegisterResponse =
-                timed(stats, Operation::RegisterShuffle, call).await?;
+                timed(stats, TimedOperation::RegisterShuffle, call).await?;
             granted("registerShuffle", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -140,7 +140,7 @@ impl ClientSession {
             let ticket = self.require(stats, key, message).await?;
             let begin = Instant::now();
             let (status, text) = self.send(key, ticket, message).await?;
-            stats.record(Operation::SendShuffleData, begin.elapsed());
+            stats.record(TimedOperation::SendShuffleData, begin.elapsed());
             match verdict("sendShuffleData", status, &text)? {
                 Verdict::Success => break,
                 Verdict::NoBuffer | Verdict::Failed(StatusCode::InternalError | StatusCode::Timeout)
@@ -152,7 +152,7 @@ impl ClientSession {
                 Verdict::NoBuffer | Verdict::Failed(_) => bail!("sendShuffleData: status {status}: {text}"),
             }
         }
-        stats.record(Operation::Push, due.elapsed());
+        stats.record(TimedOperation::Push, due.elapsed());
         add(&stats.written_bytes, message.payload_bytes);
         add(&stats.blocks_written, message.blocks as u64);
         Ok(())
@@ -178,7 +178,8 @@ impl ClientSession {
         };
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/requireBuffer", &request);
-            let answer: proto::RequireBufferResponse = timed(stats, Operation::RequireBuffer, call).await?;
+            let answer: proto::RequireBufferResponse =
+                timed(stats, TimedOperation::RequireBuffer, call).await?;
             granted("requireBuffer", answer.status, &answer.ret_msg, || {
                 Ok(TicketId(answer.require_buffer_id))
             })
@@ -229,7 +230,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/reportShuffleResult", &request);
             let answer: proto::ReportShuffleResultResponse =
-                timed(stats, Operation::ReportShuffleResult, call).await?;
+                timed(stats, TimedOperation::ReportShuffleResult, call).await?;
             granted("reportShuffleResult", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -256,7 +257,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded(PATH, &request);
             let answer: proto::GetShuffleResultForMultiPartResponse =
-                timed(stats, Operation::GetShuffleResult, call).await?;
+                timed(stats, TimedOperation::GetShuffleResult, call).await?;
             granted("getShuffleResultForMultiPart", answer.status, &answer.ret_msg, || {
                 Ok(read::decode_bitmap(&answer.serialized_bitmap)?)
             })
@@ -291,7 +292,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getMemoryShuffleData", &request).await?
             };
-            stats.record(Operation::GetMemoryShuffleData, begin.elapsed());
+            stats.record(TimedOperation::GetMemoryShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
                 let blocks = read::memory_blocks(&answer.shuffle_data_block_segments, &answer.data);
                 Ok((blocks.context(RPC)?, answer.is_end))
@@ -332,7 +333,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleIndex", &request).await?
             };
-            stats.record(Operation::GetLocalShuffleIndex, begin.elapsed());
+            stats.record(TimedOperation::GetLocalShuffleIndex, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || {
                 let records = read::decode_index(&answer.index_data).context(RPC)?;
                 Ok((records, u64::try_from(answer.data_file_len).ok()))
@@ -378,7 +379,7 @@ impl ClientSession {
                 };
                 self.grpc.call_encoded("/rss.common.ShuffleServer/getLocalShuffleData", &request).await?
             };
-            stats.record(Operation::GetLocalShuffleData, begin.elapsed());
+            stats.record(TimedOperation::GetLocalShuffleData, begin.elapsed());
             granted(RPC, answer.status, &answer.ret_msg, || Ok(answer.data))
         })
         .await
@@ -392,7 +393,7 @@ impl ClientSession {
         self.retry_no_buffer(stats, || async {
             let call = self.grpc.call_encoded("/rss.common.ShuffleServer/unregisterShuffle", &request);
             let answer: proto::ShuffleUnregisterResponse =
-                timed(stats, Operation::UnregisterShuffle, call).await?;
+                timed(stats, TimedOperation::UnregisterShuffle, call).await?;
             granted("unregisterShuffle", answer.status, &answer.ret_msg, || Ok(()))
         })
         .await
@@ -432,7 +433,7 @@ impl ClientSession {
 
 async fn timed<T>(
     stats: &Stats,
-    operation: Operation,
+    operation: TimedOperation,
     call: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {
     let begin = Instant::now();

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 /// Timed operations: single calls, and two operations of several calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(crate) enum Operation {
+pub(crate) enum TimedOperation {
     RegisterShuffle,
     RequireBuffer,
     SendShuffleData,
@@ -29,7 +29,7 @@ pub(crate) enum Operation {
     UnregisterShuffle,
 }
 
-impl Operation {
+impl TimedOperation {
     pub(crate) const ALL: [Self; 11] = [
         Self::RegisterShuffle,
         Self::RequireBuffer,
@@ -73,7 +73,7 @@ impl Default for Stats {
         let histogram = || Histogram::new_with_bounds(1, LATENCY_US_MAX, 3).expect("bounds are in order");
         let zero = || AtomicU64::new(0);
         Self {
-            latencies: Operation::ALL.iter().map(|_| Mutex::new(histogram())).collect(),
+            latencies: TimedOperation::ALL.iter().map(|_| Mutex::new(histogram())).collect(),
             written_bytes: zero(),
             read_bytes: zero(),
             blocks_written: zero(),
@@ -88,10 +88,12 @@ impl Default for Stats {
 }
 
 impl Stats {
-    pub(crate) fn record(&self, operation: Operation, took: Duration) {
+    pub(crate) fn record(&self, operation: TimedOperation, took: Duration) {
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        let index =
-            Operation::ALL.iter().position(|&known| known == operation).expect("ALL contains every call");
+        let index = TimedOperation::ALL
+            .iter()
+            .position(|&known| known == operation)
+            .expect("ALL contains every call");
         self.latencies[index].lock().saturating_record(micros.max(1));
     }
 
@@ -107,13 +109,13 @@ impl Stats {
     /// Returns the number of single calls.
     pub(crate) fn requests(&self) -> u64 {
         let counted =
-            Operation::ALL.iter().zip(&self.latencies).filter(|(operation, _)| operation.is_request());
+            TimedOperation::ALL.iter().zip(&self.latencies).filter(|(operation, _)| operation.is_request());
         counted.map(|(_, histogram)| histogram.lock().len()).sum()
     }
 
     /// Returns the latencies of all operations that occurred.
     pub(crate) fn latencies(&self) -> Vec<Latency> {
-        let made = Operation::ALL
+        let made = TimedOperation::ALL
             .iter()
             .zip(&self.latencies)
             .map(|(&operation, h)| Latency::of(operation, &h.lock()));
@@ -133,7 +135,7 @@ pub(crate) fn get(counter: &AtomicU64) -> u64 {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Latency {
     #[serde(rename = "rpc")]
-    pub(crate) operation: Operation,
+    pub(crate) operation: TimedOperation,
     pub(crate) count: u64,
     pub(crate) p50_ms: f64,
     pub(crate) p99_ms: f64,
@@ -144,7 +146,7 @@ pub(crate) struct Latency {
 }
 
 impl Latency {
-    fn of(operation: Operation, histogram: &Histogram<u64>) -> Self {
+    fn of(operation: TimedOperation, histogram: &Histogram<u64>) -> Self {
         let at = |quantile: f64| histogram.value_at_quantile(quantile) as f64 / 1e3;
         let curve = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999, 1.0];
         Self {
@@ -167,12 +169,12 @@ mod tests {
     fn recorded_latencies_have_correct_quantiles() {
         let stats = Stats::default();
         for ms in 1..=1_000 {
-            stats.record(Operation::RequireBuffer, Duration::from_millis(ms));
+            stats.record(TimedOperation::RequireBuffer, Duration::from_millis(ms));
         }
         let latencies = stats.latencies();
         assert_eq!(latencies.len(), 1);
         let latency = &latencies[0];
-        assert_eq!((latency.operation, latency.count), (Operation::RequireBuffer, 1_000));
+        assert_eq!((latency.operation, latency.count), (TimedOperation::RequireBuffer, 1_000));
         assert!((latency.p50_ms - 500.0).abs() < 1.0, "{latency:?}");
         assert!((latency.p99_ms - 990.0).abs() < 2.0 && (latency.max_ms - 1_000.0).abs() < 2.0);
     }
@@ -180,9 +182,12 @@ mod tests {
     #[test]
     fn composite_operations_are_not_counted_as_requests() {
         let stats = Stats::default();
-        for operation in
-            [Operation::RequireBuffer, Operation::SendShuffleData, Operation::Push, Operation::ReadPartition]
-        {
+        for operation in [
+            TimedOperation::RequireBuffer,
+            TimedOperation::SendShuffleData,
+            TimedOperation::Push,
+            TimedOperation::ReadPartition,
+        ] {
             stats.record(operation, Duration::from_millis(1));
         }
         assert_eq!(stats.requests(), 2);
@@ -191,7 +196,7 @@ mod tests {
     #[test]
     fn latency_beyond_the_range_is_the_maximum() {
         let stats = Stats::default();
-        stats.record(Operation::Push, Duration::from_secs(100_000));
+        stats.record(TimedOperation::Push, Duration::from_secs(100_000));
         assert!(stats.latencies()[0].max_ms >= 600_000.0);
     }
 }
