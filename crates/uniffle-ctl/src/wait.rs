@@ -1,8 +1,8 @@
 //! Commands that wait for a state: they poll until it is reached or the time is up.
 //!
 //! A decommissioning worker may shut down by itself (`decommission_shutdown`). If it disappears
-//! after it accepted the decommission, `decommission --wait` succeeds with the state *gone*. `drain`
-//! does so only if the worker had no application left, because data may be lost otherwise.
+//! after it accepted the decommission, `decommission --wait` succeeds with the state *gone*.
+//! `drain` does so only if the worker had no application left, because data may be lost otherwise.
 
 use std::time::Duration;
 

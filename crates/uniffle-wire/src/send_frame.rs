@@ -20,8 +20,8 @@ const START_BYTES: usize = 12;
 const HEADER_REST_BYTES: usize = 16;
 /// partitionId, block count
 const PARTITION_BYTES: usize = 8;
-/// partitionId, blockId, length, shuffleId, crc, taskAttemptId, length of the data. Both lengths must
-/// be equal.
+/// partitionId, blockId, length, shuffleId, crc, taskAttemptId, length of the data. Both lengths
+/// must be equal.
 const BLOCK_HEAD_BYTES: usize = 40;
 /// server count
 const SERVER_COUNT_BYTES: usize = 4;

@@ -80,8 +80,8 @@ pub struct GrpcServer {
 }
 
 impl GrpcServer {
-    /// Serves on `binding` until `tasks` are closed. Returns at once. `routes` has services of other
-    /// modules (the embedded coordinator) or none. The shuffle server's own are added here.
+    /// Serves on `binding` until `tasks` are closed. Returns at once. `routes` has services of
+    /// other modules (the embedded coordinator) or none. The shuffle server's own are added here.
     pub fn start(
         config: GrpcConfig,
         binding: impl Into<Binding>,

@@ -27,8 +27,8 @@ pub const REHEARSED: &str = "rehearsed: the running worker may let go";
 /// flush is needed.
 pub(super) const TAKES_MEMORY: &str = "takes over the memory";
 
-/// Line printed before [`REHEARSED`]: signals pending at `exec` are handled. An earlier version would
-/// never unblock them.
+/// Line printed before [`REHEARSED`]: signals pending at `exec` are handled. An earlier version
+/// would never unblock them.
 pub(super) const TAKES_SIGNALS: &str = "takes over pending signals";
 
 /// Start of the line that names the successor, printed before [`REHEARSED`].

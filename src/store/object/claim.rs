@@ -189,8 +189,8 @@ impl Claim {
         }
     }
 
-    /// Checks that no other process has the prefix. Returns the mode that writes the claim: `Create`
-    /// if it is missing, because a lifecycle rule of the bucket may have deleted it.
+    /// Checks that no other process has the prefix. Returns the mode that writes the claim:
+    /// `Create` if it is missing, because a lifecycle rule of the bucket may have deleted it.
     async fn check(&self, store: &dyn ObjectStore) -> Result<PutMode, StoreError> {
         if let Some(holder) = self.lost.get() {
             return Err(self.in_use(holder));

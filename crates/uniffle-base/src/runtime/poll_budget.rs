@@ -1,6 +1,6 @@
 //! Work time after which a task yields by itself, so that its polls stay short.
 //!
-//! It is unrelated to `crate::budget`, and to the budget by which Tokio limits operations of a task.
+//! It is unrelated to `crate::budget`, and to Tokio's budget of operations per task.
 
 use std::time::Duration;
 

@@ -11,7 +11,8 @@ use std::time::Duration;
 use uniffle_base::clock::Instant;
 use uniffle_wire::types::{APP_ID_BYTES_MAX, AppId};
 
-/// Number of applications that are listed in any case. With ids of usual lengths it is about 12,000.
+/// Number of applications that are listed whatever the length of their ids. With usual ids the
+/// table lists about 12,000.
 pub(super) const APPS_LISTED_MIN: usize = TABLE_BYTES_MAX / (APP_BYTES + USER_BYTES_MAX + APP_ID_BYTES_MAX);
 /// Maximum heap of the table. Applications beyond that are served, but not listed, so quotas do not
 /// count them.

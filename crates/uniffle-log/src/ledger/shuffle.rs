@@ -141,7 +141,8 @@ impl ShuffleLedger {
         }
     }
 
-    /// Returns the decision about a read, see [`Ledger::availability`]. `wanted` runs under the lock.
+    /// Returns the decision about a read, see [`Ledger::availability`]. `wanted` runs under the
+    /// lock.
     pub fn availability(&self, partition: PartitionId, wanted: impl Fn(&IdSet) -> IdSet) -> Availability {
         if self.lost_blocks() == 0 && self.verifying() == 0 {
             return Availability::Serve;

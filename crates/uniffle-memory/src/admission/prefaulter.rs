@@ -66,8 +66,8 @@ impl Prefaulter {
         self.unavailable_bytes.load(Ordering::Relaxed)
     }
 
-    /// Allocates pages up to the target and updates the unavailable capacity. Takes milliseconds per
-    /// 2 MiB: not for a runtime's thread.
+    /// Allocates pages up to the target and updates the unavailable capacity. Takes milliseconds
+    /// per 2 MiB: not for a runtime's thread.
     pub(crate) fn prefault(&self) {
         let mut unavailable = self.unavailable.lock();
         let before = unavailable.bytes();

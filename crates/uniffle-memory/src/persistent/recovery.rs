@@ -157,7 +157,8 @@ impl Memory {
         self.block_count().saturating_sub(kept)
     }
 
-    /// Returns the in-memory amounts per shuffle, including [kept](Memory::keep_for_later) shuffles.
+    /// Returns the in-memory amounts per shuffle, including [kept](Memory::keep_for_later)
+    /// shuffles.
     #[must_use]
     pub fn contents_with_kept(&self) -> Vec<InMemory> {
         let mut contents = self.contents();

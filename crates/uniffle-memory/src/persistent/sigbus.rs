@@ -83,8 +83,8 @@ fn is_restored() -> bool {
     }
 }
 
-/// Runs `act` on the value, unless it was dropped. If it is dropped meanwhile, it is leaked: freeing
-/// it would not be async-signal-safe.
+/// Runs `act` on the value, unless it was dropped. If it is dropped meanwhile, it is leaked:
+/// freeing it would not be async-signal-safe.
 fn with_file<F, T>(file: &Weak<F>, act: impl FnOnce(&F) -> T) -> Option<T> {
     let file = file.upgrade()?;
     let acted = act(&file);

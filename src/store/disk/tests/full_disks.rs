@@ -1,4 +1,5 @@
-//! Full disks: why they refuse writes, and the room that the final flush leaves for the metadata log.
+//! Full disks: why they refuse writes, and the room that the final flush leaves for the metadata
+//! log.
 
 use std::time::Duration;
 

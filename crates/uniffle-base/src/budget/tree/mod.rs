@@ -162,9 +162,9 @@ impl Budget {
         Self::with_parent(None, capacity_bytes, Headroom::None)
     }
 
-    /// Creates a budget that calls `callback` each time another `step_bytes` were charged, regardless
-    /// of charges released meanwhile. The call happens inside the charge, before the caller can
-    /// allocate the bytes.
+    /// Creates a budget that calls `callback` each time another `step_bytes` were charged,
+    /// regardless of charges released meanwhile. The call happens inside the charge, before the
+    /// caller can allocate the bytes.
     #[must_use]
     pub fn with_step(capacity_bytes: u64, step_bytes: u64, callback: fn()) -> Self {
         let step = ChargeStep { step_bytes: step_bytes.max(1), charged: AtomicU64::new(0), callback };
