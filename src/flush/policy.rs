@@ -55,7 +55,7 @@ pub struct MemoryUsage {
     pub reserved: u64,
     /// Bytes of `used` that are sealed and being flushed.
     pub in_flight: u64,
-    /// Blocks in memory that can be flushed.
+    /// Blocks in memory.
     pub blocks: u64,
     /// Blocks that are sealed and being flushed.
     pub blocks_in_flight: u64,

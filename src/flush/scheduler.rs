@@ -375,7 +375,7 @@ impl Flusher {
             used: whole.used().saturating_sub(extents),
             reserved: self.memory.tickets().pre_allocated_bytes(),
             in_flight: self.memory.in_flight_bytes(),
-            blocks: self.memory.flushable_blocks(),
+            blocks: self.memory.block_count(),
             blocks_in_flight: self.memory.in_flight_blocks(),
             refused,
         }

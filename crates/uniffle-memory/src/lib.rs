@@ -100,8 +100,6 @@ struct PersistentMemory {
     /// Recovered blocks of shuffles that only a later start may know. They are kept until the
     /// shuffles are registered or end.
     retained: Mutex<HashMap<ShuffleKey, RetainedShuffle>>,
-    /// Part of the budget of blocks that the retained shuffles take.
-    retained_blocks: Budget,
     file: Arc<BackingFile>,
     /// The file was found removed, replaced or truncated.
     has_vanished: AtomicBool,
@@ -151,7 +149,6 @@ impl Memory {
         let persistent = opened.map(|(table, file)| PersistentMemory {
             recovered: Mutex::new(Search::begin(&table)),
             retained: Mutex::default(),
-            retained_blocks: blocks.child(u64::MAX),
             table,
             file: Arc::new(file),
             has_vanished: AtomicBool::new(false),

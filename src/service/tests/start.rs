@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use super::*;
 use crate::clock::Instant;
 use crate::log::{PartitionBlockIds, Record, RegistrationRecord, Report};
-use crate::memory::{Backing, Owner, ShuffleBuffers};
+use crate::memory::{Backing, Owner};
 use crate::store::{ExtentData, ExtentWrite, ServedTier as _};
 use uniffle_base::budget::{Budget, HeapKind};
 use uniffle_wire::types::{BlockId, BlockMeta, ShuffleId, ShuffleKey, TaskAttemptId};
@@ -65,23 +65,21 @@ fn memory_of(file: Option<OwnedFd>) -> Arc<Memory> {
     Memory::open(&memory_config(Backing::Memfd), &owner, file, &Registry::new()).unwrap()
 }
 
-/// Adds a block whose bytes differ from those that were sent.
-fn add_block(memory: &Memory, shuffle: &ShuffleBuffers, partition: i32) {
-    let ticket = memory.tickets().require(&key().app, 2000, 1).unwrap();
-    let mut funds = memory.tickets().redeem(&key().app, ticket).unwrap();
-    let heap = memory.heap().of(HeapKind::Partitions);
-    let buffer = shuffle.buffer(PartitionId(partition), heap).unwrap();
-    let mut fill = buffer.reserve(BLOCK, &mut funds).unwrap();
-    fill.write(&[7; BLOCK as usize]);
-    buffer.commit(vec![(block(partition, 1), fill)], &mut funds).unwrap();
-}
-
-/// Returns the memory of an earlier process with one block in each partition.
+/// Returns the memory of an earlier process with one block in each partition, which has other bytes
+/// than were sent.
 fn left_in_memory() -> Option<OwnedFd> {
     let memory = memory_of(None);
     let shuffle = memory.register(&key(), Distribution::Normal);
     memory.finish_restore();
-    (0..PARTITIONS).for_each(|partition| add_block(&memory, &shuffle, partition));
+    for partition in 0..PARTITIONS {
+        let ticket = memory.tickets().require(&key().app, 2000, 1).unwrap();
+        let mut funds = memory.tickets().redeem(&key().app, ticket).unwrap();
+        let heap = memory.heap().of(HeapKind::Partitions);
+        let buffer = shuffle.buffer(PartitionId(partition), heap).unwrap();
+        let mut fill = buffer.reserve(BLOCK, &mut funds).unwrap();
+        fill.write(&[7; BLOCK as usize]);
+        buffer.commit(vec![(block(partition, 1), fill)], &mut funds).unwrap();
+    }
     let file = memory.duplicate_for_successor().unwrap();
     memory.release();
     file
@@ -176,28 +174,6 @@ async fn drain_does_not_wait_for_kept_blocks() {
     let kept = memory.contents_with_kept().remove(0);
     assert_eq!((kept.shuffle, kept.blocks, kept.bytes), (key(), blocks, blocks * u64::from(BLOCK)));
     assert!(next.service.flusher().unwrap().drain(Instant::now()).await, "kept blocks count as unflushed");
-    next.stop().await;
-}
-
-/// Regression test: kept blocks counted for the watermark, so other blocks were flushed at once.
-#[tokio::test(start_paused = true)]
-async fn kept_blocks_do_not_start_a_flush() {
-    let memory = memory_of(left_in_memory());
-    let disk = left_on_disk(&[b"of a later version".to_vec()], 0).await;
-    let next = Next::on(&disk, &memory).await;
-    next.restore().await;
-    memory.finish_restore();
-    let other = ShuffleKey { shuffle: ShuffleId(1), ..key() };
-    next.store.register(&other);
-    let shuffle = memory.register(&other, Distribution::Normal);
-    add_block(&memory, &shuffle, 0);
-    let flusher = next.service.flusher().unwrap();
-    flusher.set_limits(policy::Limits { blocks_high: 1, blocks_low: 0, ..quiet() });
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(memory.flushable_blocks(), 1, "kept blocks count for the watermark");
-    add_block(&memory, &shuffle, 1);
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(memory.flushable_blocks(), 0, "two blocks are above the watermark");
     next.stop().await;
 }
 

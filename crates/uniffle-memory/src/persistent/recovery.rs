@@ -144,7 +144,7 @@ impl Memory {
         let Some(persistent) = &self.persistent else { return 0 };
         let Some(recovered) = persistent.recovered.lock().found() else { return 0 };
         let is_awaited = |key: &ShuffleKey| self.shuffle(key).is_none() && is_awaited(key);
-        let shuffles = recovered.take_shuffles(is_awaited, &self.shared.budget, &persistent.retained_blocks);
+        let shuffles = recovered.take_shuffles(is_awaited, &self.shared.budget, &self.shared.supply.blocks);
         let blocks = shuffles.values().map(RetainedShuffle::blocks).sum();
         persistent.retained.lock().extend(shuffles);
         blocks
@@ -153,8 +153,8 @@ impl Memory {
     /// Returns the number of blocks in memory that can be flushed: all except the kept ones.
     #[must_use]
     pub fn flushable_blocks(&self) -> u64 {
-        let kept = self.persistent.as_ref().map_or(0, |it| it.retained_blocks.used());
-        self.block_count().saturating_sub(kept)
+        let kept = |it: &PersistentMemory| it.retained.lock().values().map(RetainedShuffle::rows).sum();
+        self.block_count().saturating_sub(self.persistent.as_ref().map_or(0, kept))
     }
 
     /// Returns the in-memory amounts per shuffle, including [kept](Memory::keep_for_later)

@@ -187,12 +187,17 @@ pub(crate) struct RestoredPartition {
 pub(crate) struct RetainedShuffle {
     named: Arc<NameSlot>,
     partitions: Vec<RestoredPartition>,
-    _blocks: Charge,
+    rows: Charge,
 }
 
 impl RetainedShuffle {
     pub(crate) fn blocks(&self) -> usize {
         self.partitions.iter().map(|partition| partition.blocks.len()).sum()
+    }
+
+    /// Returns the number of rows that count as blocks in memory.
+    pub(crate) fn rows(&self) -> u64 {
+        self.rows.bytes()
     }
 
     pub(crate) fn contents(&self, shuffle: &ShuffleKey) -> InMemory {
@@ -340,8 +345,8 @@ impl RecoveredBlocks {
             let taken = ids.filter_map(|(id, _)| self.take(key, id, &named, |_| false, budget));
             let partitions: Vec<_> = taken.collect();
             let count: usize = partitions.iter().map(|partition| partition.row_count).sum();
-            let _blocks = rows.charge_unchecked(count as u64);
-            all.insert(key.clone(), RetainedShuffle { named, partitions, _blocks });
+            let rows = rows.charge_unchecked(count as u64);
+            all.insert(key.clone(), RetainedShuffle { named, partitions, rows });
         }
         all
     }
