@@ -1,8 +1,8 @@
 //! Commands that wait for a state: they poll until it is reached or the time is up.
 //!
 //! A decommissioning worker may shut down by itself (`decommission_shutdown`). If it disappears
-//! after it accepted the decommission, `decommission --wait` succeeds with the state *gone*.
-//! `drain` does so only if the worker had no application left, because data may be lost otherwise.
+//! after it accepted the decommission, `decommission --wait` succeeds with the state *gone*, and
+//! `drain` fails.
 
 use std::time::Duration;
 
@@ -54,8 +54,7 @@ pub(crate) async fn decommission(
 }
 
 /// Decommissions `target` and flushes it until its memory is empty and no ticket is outstanding.
-/// With an object store, until that has all data. Also ends if a worker without applications has
-/// disappeared.
+/// With an object store, until that has all data.
 pub(crate) async fn drain(
     client: &HttpClient,
     target: &WorkerTarget,
@@ -63,16 +62,8 @@ pub(crate) async fn drain(
     bar: &CommandBar,
 ) -> WorkerAnswer {
     let start = Instant::now();
-    let mut has_apps = true;
     loop {
-        let drained = match client.post(&target.admin, "/admin/drain", None).await {
-            Err(CommandFailure::Unreachable(_)) if !has_apps => {
-                let seconds = start.elapsed().as_secs_f64();
-                return Ok(json!({ "state": "gone", "in_memory_bytes": 0, "apps": 0, "seconds": seconds }));
-            }
-            answer => answer?,
-        };
-        has_apps = drained["apps"] != 0;
+        let drained = client.post(&target.admin, "/admin/drain", None).await?;
         let number = |value: &Value| value.as_u64().unwrap_or(u64::MAX);
         let in_memory = number(&drained["in_memory_bytes"]);
         let batches = number(&drained["unfinished_batches"]);
@@ -119,26 +110,4 @@ async fn pause(
     }
     sleep(LOOK_INTERVAL).await;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::lost::tests::{answer_one, listening_worker};
-    use crate::progress::CommandProgress;
-
-    #[tokio::test]
-    async fn worker_without_apps_may_end_during_its_drain() {
-        let client = HttpClient::of(None, Duration::from_secs(10));
-        let bar = CommandProgress::new().bar("w-1");
-        for (apps, expected) in [(0, Ok("gone".into())), (1, Err(3))] {
-            let (listener, target) = listening_worker("w-1").await;
-            let progress = json!({ "apps": apps, "in_memory_bytes": 5, "unfinished_batches": 0 }).to_string();
-            let serving = async move { answer_one(&listener, 200, &progress).await };
-            let draining = drain(&client, &target, Duration::from_secs(10), &bar);
-            let (drained, ()) = tokio::join!(draining, serving);
-            let drained = drained.map(|outcome| outcome["state"].clone()).map_err(|failure| failure.code());
-            assert_eq!(drained, expected, "{apps} applications");
-        }
-    }
 }
