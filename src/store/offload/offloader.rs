@@ -75,7 +75,7 @@ impl OffloadTier {
             movable_bytes: if is_stuck { 0 } else { bytes },
             cold_bytes: shuffle.cold_bytes.load(Ordering::Relaxed),
             is_unknown: !shuffle.is_known(),
-            last_failure: shuffle.last_failure.load(Ordering::Relaxed),
+            last_failure: shuffle.last_failure(),
         }
     }
 
@@ -85,13 +85,13 @@ impl OffloadTier {
     pub(super) async fn run(&self, wanted: OffloadCandidate, shuffle: &Arc<TieredShuffle>) -> bool {
         match self.offload_candidate(wanted, shuffle).await {
             Ok(has_offloaded) => {
-                shuffle.last_failure.store(0, Ordering::Relaxed);
+                shuffle.note_offload(false);
                 has_offloaded
             }
             Err(error) if error.kind == StoreErrorKind::Purged => true,
             Err(error) => {
                 self.metrics.failures.inc();
-                if shuffle.last_failure.swap(self.metrics.failures.get(), Ordering::Relaxed) == 0 {
+                if shuffle.note_offload(true) {
                     tracing::warn!(shuffle = %shuffle.key, %error, "cannot offload data to the object store; it stays on the disks, retrying later");
                 }
                 false

@@ -4,9 +4,11 @@
 //! it is below the low one. The largest shuffle on disks under pressure is offloaded first; among
 //! shuffles of similar size, the oldest. Cold partitions are offloaded once they fill an object. A
 //! drain offloads everything, the oldest shuffle first. In each of these orders, a shuffle whose
-//! last offload failed comes last.
+//! offload has just failed comes last.
 
 use std::cmp::Reverse;
+
+use crate::clock::Instant;
 
 /// Fill levels of a disk's file system, as the share in use.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,9 +43,8 @@ pub struct ShuffleView {
     pub cold_bytes: u64,
     /// True if the store may lack records of the shuffle.
     pub is_unknown: bool,
-    /// Number of the shuffle's last failed offload among those of all shuffles; 0 if the last one
-    /// succeeded.
-    pub last_failure: u64,
+    /// Time of the latest offload if it has just failed.
+    pub last_failure: Option<Instant>,
 }
 
 /// Data of one shuffle to be offloaded, with the index of the shuffle.
@@ -100,6 +101,8 @@ pub fn next(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     const MARKS: Watermarks = Watermarks { high: 0.6, low: 0.5 };
@@ -111,7 +114,7 @@ mod tests {
     fn shuffle(incarnation: u64, on_disks: &[u64]) -> ShuffleView {
         let movable_bytes = on_disks.iter().sum();
         let (on_disks, is_unknown) = (on_disks.to_vec(), false);
-        ShuffleView { incarnation, on_disks, movable_bytes, cold_bytes: 0, is_unknown, last_failure: 0 }
+        ShuffleView { incarnation, on_disks, movable_bytes, cold_bytes: 0, is_unknown, last_failure: None }
     }
 
     #[test]
@@ -158,11 +161,14 @@ mod tests {
 
     #[test]
     fn failed_shuffles_are_tried_in_turn_after_all_others() {
+        let start = Instant::now();
         let failed = |last_failure, it: ShuffleView| ShuffleView { last_failure, ..it };
+        let failures = [Some(start + Duration::from_secs(1)), None, Some(start)];
         let cold = |it: ShuffleView| ShuffleView { cold_bytes: 1000, ..it };
-        let shuffles = [2, 0, 1].map(|at| failed(at, cold(shuffle(at, &[1000 << at]))));
+        let shuffles = [2, 0, 1].map(|at| cold(shuffle(at, &[1000 << at])));
+        let shuffles: Vec<_> = failures.into_iter().zip(shuffles).map(|(at, it)| failed(at, it)).collect();
         let order = |is_under_pressure, is_draining| {
-            let mut shuffles = shuffles.to_vec();
+            let mut shuffles = shuffles.clone();
             let mut order = Vec::new();
             while let Some(OffloadCandidate::Oldest(at) | OffloadCandidate::Cold(at)) =
                 next(&shuffles, &[is_under_pressure], 100, is_draining)

@@ -121,7 +121,7 @@ impl LocalStore {
     ) -> ChosenExtents {
         let shuffle = &handle.shuffle;
         let mut logs: Vec<_> = shuffle.with_streams(|streams| streams.logs().collect());
-        logs.sort_unstable_by_key(|(slot, _)| shuffle.log_at(*slot).order());
+        logs.sort_by_cached_key(|(slot, _)| shuffle.log_at(*slot).order());
         let mut bytes = 0;
         let oldest = logs.into_iter().take_while(|(_, of_log)| {
             let is_in = bytes == 0 || bytes + of_log.bytes <= bytes_max;

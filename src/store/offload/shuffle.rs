@@ -19,6 +19,10 @@ use crate::store::object::{Bucket, Uploads};
 use crate::store::{DiskShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
+/// Time after which a shuffle whose offload failed has its usual place again. Without this limit,
+/// small shuffles that are still being written would always precede a large one that failed once.
+pub(super) const FAILED_FOR: Duration = Duration::from_secs(30);
+
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
 pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
 
@@ -38,8 +42,8 @@ pub(super) struct TieredShuffle {
     pub(super) cold_bytes: AtomicU64,
     /// Published bytes when the last check found nothing offloadable.
     stuck_at: AtomicU64,
-    /// Number of the last failed offload among those of all shuffles; 0 if the last one succeeded.
-    pub(super) last_failure: AtomicU64,
+    /// Time of the latest offload if it failed.
+    last_failure: Mutex<Option<Instant>>,
     /// Unreadable extents, and the time of the first failure.
     excluded: Mutex<Option<(Instant, Excluded)>>,
 }
@@ -62,7 +66,7 @@ impl TieredShuffle {
             cold: Mutex::default(),
             cold_bytes: AtomicU64::new(0),
             stuck_at: AtomicU64::new(u64::MAX),
-            last_failure: AtomicU64::new(0),
+            last_failure: Mutex::default(),
             excluded: Mutex::default(),
         }
     }
@@ -83,6 +87,20 @@ impl TieredShuffle {
 
     pub(super) fn set_known(&self) {
         self.is_known.store(true, Ordering::Release);
+    }
+
+    /// Records the outcome of an offload. Returns whether it is a failure without another shortly
+    /// before, to be logged.
+    pub(super) fn note_offload(&self, has_failed: bool) -> bool {
+        let mut last = self.last_failure.lock();
+        let is_first = last.is_none_or(|at| at.elapsed() >= FAILED_FOR);
+        *last = has_failed.then(Instant::now);
+        has_failed && is_first
+    }
+
+    /// Returns the time of the latest offload if it failed less than [`FAILED_FOR`] ago.
+    pub(super) fn last_failure(&self) -> Option<Instant> {
+        self.last_failure.lock().filter(|at| at.elapsed() < FAILED_FOR)
     }
 
     /// Excludes the extent at `base` of a partition's stream from offloads, because it cannot be

@@ -9,6 +9,7 @@ use uniffle_testkit::eventually;
 use uniffle_testkit::object_fault::{Call, ObjectFault};
 
 use super::*;
+use crate::store::offload::shuffle::FAILED_FOR;
 use crate::store::{DrainBacklog, StoreErrorKind};
 
 async fn fill(process: &Process, key: &ShuffleKey, ids: Range<i64>) {
@@ -402,6 +403,10 @@ async fn drain_continues_beside_a_shuffle_that_fails() {
     };
     let [failing, others @ ..] = left().await;
     assert_eq!((failing > 0, others), (true, [0, 0]));
+    let failed = process.tier.find(&keys[0]).unwrap();
+    assert!(failed.last_failure().is_some());
+    tokio::time::advance(FAILED_FOR).await;
+    assert_eq!(failed.last_failure(), None, "a shuffle must not stay last after one failure");
     process.fixture.store.heal();
     assert_eq!(left().await, [0; 3]);
 }
