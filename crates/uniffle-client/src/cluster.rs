@@ -213,7 +213,7 @@ async fn send_heartbeats(cluster: Cluster, app: AppId, servers: Arc<Mutex<HashMa
         let (cluster, to_coordinators) = (cluster.clone(), app.clone());
         calls.spawn(async move { cluster.coordinators().heartbeat(&to_coordinators).await });
         while let Some(ended) = calls.join_next().await {
-            if let Ok(Err(error)) = ended {
+            if let Err(error) = ended.unwrap_or_else(|error| Err(Error::unfinished(&error))) {
                 tracing::warn!(%app, %error, "heartbeat failed");
             }
         }
