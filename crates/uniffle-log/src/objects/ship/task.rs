@@ -37,9 +37,8 @@ const TOGETHER: Duration = Duration::from_secs(1);
 /// Backoff: pause after a failed attempt. Further failures double it, up to `PAUSE_MAX`.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(15);
-/// Pause before the next attempt to delete earlier generations, if one is being read or a deletion
-/// failed.
-pub(super) const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
+/// Pause before the next check whether an earlier generation is still being read.
+const GARBAGE_PAUSE: Duration = Duration::from_secs(30);
 
 /// An object that the store has not confirmed.
 #[derive(Debug)]
@@ -81,8 +80,7 @@ pub(super) struct Task {
     /// Size of the checkpoint of the current generation.
     checkpoint: Size,
     begun_at: Option<Instant>,
-    /// Time of the next attempt to delete earlier generations, if there may be some.
-    deletion_at: Option<Instant>,
+    has_garbage: bool,
 }
 
 impl Task {
@@ -115,7 +113,7 @@ impl Task {
             pending: None,
             checkpoint: Size::default(),
             begun_at: None,
-            deletion_at: None,
+            has_garbage: false,
         }
     }
 
@@ -187,7 +185,7 @@ impl Task {
         if self.is_due() {
             self.begin().await?;
         }
-        if self.deletion_at.is_some_and(|at| at <= Instant::now()) && self.read.strong_count() == 0 {
+        if self.has_garbage && self.read.strong_count() == 0 {
             self.delete_earlier().await;
         }
         self.put_pending().await?;
@@ -224,7 +222,7 @@ impl Task {
                 }
             };
             let refresh = self.begun_at.map_or(Duration::ZERO, |at| REFRESH.saturating_sub(at.elapsed()));
-            let idle = if self.deletion_at.is_some() { GARBAGE_PAUSE } else { refresh };
+            let idle = if self.has_garbage { GARBAGE_PAUSE } else { refresh };
             let pause = until.map_or(idle, |until| until.saturating_duration_since(Instant::now()));
             tokio::select! {
                 biased;
@@ -290,7 +288,7 @@ impl Task {
         let position = self.fill(&mut next).await?;
         (self.checkpoint, self.current) = (Size::of(&next.sink), next);
         (self.found, self.pending, self.begun_at) = (None, None, Some(Instant::now()));
-        self.deletion_at = Some(Instant::now());
+        self.has_garbage = true;
         let mut state = self.shared.state.lock();
         state.is_begun = true;
         state.advance(position);
@@ -359,8 +357,7 @@ impl Task {
         next.flush().await
     }
 
-    /// Deletes earlier generations. After a failure the next attempt follows later: an entry does
-    /// not wait for each of them.
+    /// Deletes earlier generations. The remaining ones are deleted with the next generation.
     async fn delete_earlier(&mut self) {
         let deleting = async {
             let ObjectFile { store, generation, .. } = &self.current.sink;
@@ -368,11 +365,10 @@ impl Task {
             all.retain(|it| it.object.generation < *generation);
             if all.is_empty() { Ok(()) } else { store.delete(all).await }
         };
-        let failed = deleting.await.err();
-        if let Some(error) = &failed {
+        if let Err(error) = deleting.await {
             tracing::warn!(%error, "cannot delete earlier objects of the metadata log yet; retrying");
         }
-        self.deletion_at = failed.map(|_| Instant::now() + GARBAGE_PAUSE);
+        self.has_garbage = false;
     }
 }
 

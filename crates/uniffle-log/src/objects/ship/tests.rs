@@ -1,23 +1,22 @@
 //! The shipped log on a store in memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use uniffle_wire::types::{AppId, ShuffleId, ShuffleKey};
 
-use super::task::{GARBAGE_PAUSE, OBJECTS_MAX};
+use super::task::OBJECTS_MAX;
 use super::*;
 use crate::metadata_log::RecordReader;
 use crate::objects::object::{ListedObject, LogObject, OBJECT_COPIES};
 
 /// A store that counts puts, also failed ones. Puts fail while `fails` is set. The first `flips`
-/// responses to gets are damaged, and the first `kept` deletions fail.
+/// responses to gets are damaged.
 #[derive(Debug, Default)]
 struct MemoryObjects {
     flips: Mutex<usize>,
-    kept: Mutex<usize>,
     all: Mutex<BTreeMap<String, Bytes>>,
     fails: Mutex<Option<io::ErrorKind>>,
     puts: Mutex<usize>,
@@ -60,11 +59,6 @@ impl LogObjects for MemoryObjects {
 
     fn delete(&self, objects: Vec<ListedObject>) -> BoxFuture<'_, Result<(), LogError>> {
         let delete = async move {
-            let mut kept = self.kept.lock();
-            if *kept > 0 {
-                *kept -= 1;
-                return Err(LogError::of(io::ErrorKind::TimedOut, "the test wants it so"));
-            }
             for ListedObject { object, copy, .. } in objects {
                 self.all.lock().remove(&object.name(copy));
             }
@@ -285,24 +279,4 @@ async fn each_checkpoint_of_a_process_repeats_the_gap() {
         let found = Log::found(&objects).await;
         assert_eq!((found.may_lack_registrations(), found.next_incarnation()), (false, next), "{refresh:?}");
     }
-}
-
-/// Regression test: a failed deletion was only repeated with the next generation, half a day later.
-#[tokio::test(start_paused = true)]
-async fn failed_deletion_of_a_generation_is_repeated() {
-    let log = Log::open(&Arc::default(), 1).await;
-    log.append(7, b"first").await.unwrap();
-    let objects = log.end().await;
-    *objects.kept.lock() = 2;
-    let log = Log::open(&objects, 2).await;
-    log.append(7, b"second").await.unwrap();
-    let generations = || {
-        let all = objects.all.lock();
-        all.keys().filter_map(|name| Some(LogObject::parse(name)?.0.generation)).collect::<BTreeSet<_>>()
-    };
-    assert_eq!((*objects.kept.lock(), generations().len()), (1, 2));
-    log.append(7, b"third").await.unwrap();
-    assert_eq!(*objects.kept.lock(), 1, "a record waited for a deletion");
-    tokio::time::sleep(3 * GARBAGE_PAUSE).await;
-    assert_eq!((*objects.kept.lock(), generations().len()), (0, 1));
 }
