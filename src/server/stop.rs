@@ -113,7 +113,7 @@ impl Worker {
         }
         self.service.ingest.refuse_sends();
         self.drain_memory(deadline.max(Instant::now() + LAST_FLUSH)).await;
-        let remaining = self.memory.contents();
+        let remaining = self.memory.contents_with_kept();
         if remaining.is_empty() { Ok(()) } else { Err(remaining) }
     }
 
