@@ -21,7 +21,7 @@ use uniffle_wire::types::{PartitionId, ShuffleKey};
 
 /// Time after which a shuffle whose offload failed has its usual place again. Without this limit,
 /// small shuffles that are still being written would always precede a large one that failed once.
-pub(super) const FAILED_FOR: Duration = Duration::from_secs(30);
+pub(super) const FAILED_FOR: Duration = Duration::from_secs(10);
 
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
 pub(super) const EXCLUDED_FOR: Duration = Duration::from_secs(600);
