@@ -4,6 +4,8 @@
 //! Several servers write into one directory. Only names that begin with this server's id and an
 //! underscore are ours ([`is_own`]); an expired application's other files must not be deleted.
 
+use std::collections::BTreeMap;
+
 use uniffle_wire::types::{AppId, PartitionId, ShuffleKey};
 
 /// Suffix of a file with blocks.
@@ -21,29 +23,27 @@ pub fn shuffle_directory(root: &str, key: &ShuffleKey) -> String {
     format!("{}/{}", app_directory(root, &key.app), key.shuffle)
 }
 
-/// Registered ranges with more than one partition. All others are `<p>-<p>`.
+/// Registered ranges with more than one partition, by their first one. All others are `<p>-<p>`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct WideRanges(Vec<(i32, i32)>);
+pub struct WideRanges(BTreeMap<i32, i32>);
 
 impl WideRanges {
     /// Adds registered ranges. A range that overlaps a known one is ignored, because readers look
     /// into the directory named by the first registration.
     pub fn add(&mut self, ranges: &[(i32, i32)]) {
         for &(start, end) in ranges.iter().filter(|(start, end)| start < end) {
-            let at = self.0.partition_point(|known| *known < (start, end));
-            let before = at > 0 && self.0[at - 1].1 >= start;
-            let after = self.0.get(at).is_some_and(|next| next.0 <= end);
-            if !before && !after {
-                self.0.insert(at, (start, end));
+            // Known ranges do not overlap, so the last one that begins before the end ends last.
+            let before_end = self.0.range(..=end).next_back();
+            if before_end.is_none_or(|(_, known_end)| *known_end < start) {
+                self.0.insert(start, end);
             }
         }
     }
 
     /// Returns the range that names the directory of a partition.
     pub fn of(&self, partition: PartitionId) -> (i32, i32) {
-        let at = self.0.partition_point(|(start, _)| *start <= partition.0);
-        let holding = at.checked_sub(1).map(|at| self.0[at]).filter(|(_, end)| partition.0 <= *end);
-        holding.unwrap_or((partition.0, partition.0))
+        let before = self.0.range(..=partition.0).next_back().map(|(start, end)| (*start, *end));
+        before.filter(|(_, end)| partition.0 <= *end).unwrap_or((partition.0, partition.0))
     }
 }
 
@@ -145,13 +145,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn partitions_of_a_range_share_its_directory(
+        fn first_of_overlapping_ranges_names_the_directory(
             registered in proptest::collection::vec((0i32..60, 0i32..8), 0..12)
         ) {
             let mut ranges = WideRanges::default();
+            let mut expected: Vec<(i32, i32)> = Vec::new();
             for (start, more) in registered {
-                ranges.add(&[(start, start + more)]);
+                let range = (start, start + more);
+                ranges.add(&[range]);
+                if more > 0 && expected.iter().all(|known| known.1 < range.0 || range.1 < known.0) {
+                    expected.push(range);
+                }
             }
+            expected.sort_unstable();
+            prop_assert_eq!(ranges.0.clone().into_iter().collect::<Vec<_>>(), expected);
             for partition in 0..70 {
                 let (start, end) = ranges.of(PartitionId(partition));
                 prop_assert!(start <= partition && partition <= end);
