@@ -3,8 +3,8 @@
 //! A disk that is full or above the high watermark is under pressure: its data is offloaded until
 //! it is below the low one. The largest shuffle on disks under pressure is offloaded first; among
 //! shuffles of similar size, the oldest. Cold partitions are offloaded once they fill an object. A
-//! drain offloads everything, the oldest shuffle first. In each of these orders, a shuffle whose
-//! offload has just failed comes last.
+//! drain offloads everything, the oldest shuffle first, and a shuffle whose offload has just failed
+//! last.
 
 use std::cmp::Reverse;
 
@@ -88,12 +88,10 @@ pub fn next(
         here.map(|(bytes, _)| *bytes).sum::<u64>().min(it.movable_bytes)
     };
     let largest = all().filter(|(_, it)| bytes_under_pressure(it) > 0);
-    let largest = largest.max_by_key(|(_, it)| {
-        (Reverse(it.last_failure), bytes_under_pressure(it).ilog2(), Reverse(it.incarnation))
-    });
+    let largest = largest.max_by_key(|(_, it)| (bytes_under_pressure(it).ilog2(), Reverse(it.incarnation)));
     let coldest = || {
         let cold = all().filter(|(_, it)| it.movable_bytes > 0 && it.cold_bytes >= object_bytes);
-        cold.max_by_key(|(_, it)| (Reverse(it.last_failure), it.cold_bytes))
+        cold.max_by_key(|(_, it)| it.cold_bytes)
     };
     let largest = largest.map(|(at, _)| OffloadCandidate::Oldest(at));
     largest.or_else(|| coldest().map(|(at, _)| OffloadCandidate::Cold(at)))
@@ -160,24 +158,16 @@ mod tests {
     }
 
     #[test]
-    fn failed_shuffles_are_tried_in_turn_after_all_others() {
+    fn drain_tries_failed_shuffles_in_turn_after_all_others() {
         let start = Instant::now();
-        let failed = |last_failure, it: ShuffleView| ShuffleView { last_failure, ..it };
         let failures = [Some(start + Duration::from_secs(1)), None, Some(start)];
-        let cold = |it: ShuffleView| ShuffleView { cold_bytes: 1000, ..it };
-        let shuffles = [2, 0, 1].map(|at| cold(shuffle(at, &[1000 << at])));
-        let shuffles: Vec<_> = failures.into_iter().zip(shuffles).map(|(at, it)| failed(at, it)).collect();
-        let order = |is_under_pressure, is_draining| {
-            let mut shuffles = shuffles.clone();
-            let mut order = Vec::new();
-            while let Some(OffloadCandidate::Oldest(at) | OffloadCandidate::Cold(at)) =
-                next(&shuffles, &[is_under_pressure], 100, is_draining)
-            {
-                order.push(at);
-                shuffles[at] = shuffle(0, &[0]);
-            }
-            order
-        };
-        assert_eq!([order(true, false), order(false, false), order(false, true)], [[1, 2, 0]; 3]);
+        let mut shuffles: Vec<_> =
+            failures.map(|last_failure| ShuffleView { last_failure, ..shuffle(1, &[1000]) }).into();
+        let mut order = Vec::new();
+        while let Some(OffloadCandidate::Oldest(at)) = next(&shuffles, &[false], 100, true) {
+            order.push(at);
+            shuffles[at] = shuffle(0, &[0]);
+        }
+        assert_eq!(order, [1, 2, 0]);
     }
 }

@@ -19,8 +19,7 @@ use crate::store::object::{Bucket, Uploads};
 use crate::store::{DiskShuffleHandle, StoreError, TierBatch, TierShuffle};
 use uniffle_wire::types::{PartitionId, ShuffleKey};
 
-/// Time after which a shuffle whose offload failed has its usual place again. Without this limit,
-/// small shuffles that are still being written would always precede a large one that failed once.
+/// Time after which a shuffle whose offload failed has its usual place in a drain again.
 pub(super) const FAILED_FOR: Duration = Duration::from_secs(10);
 
 /// Time after which excluded extents are tried again: a read that failed may succeed later.
