@@ -367,7 +367,7 @@ async fn serve(
     environment: Environment,
     inherited: Inherited,
 ) -> anyhow::Result<RunOutcome> {
-    // Installed before anything is opened, so that a signal during start-up also stops gracefully.
+    // Read from the beginning, so that a signal during start-up also stops gracefully.
     let signals = Signals::listen().context("cannot listen for signals")?;
     let successor = Successor::of_this_process().context("cannot determine the path of this program")?;
     let forced_stop = environment.forced_stop.clone();

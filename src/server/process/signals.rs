@@ -46,7 +46,7 @@ pub fn release_signals() {
     let _ = SigSet::from_iter(HANDLED).thread_unblock();
 }
 
-/// Unblocks the signals that end a program before `exec` of a version that unblocks only SIGUSR2.
+/// Unblocks all signals of [`Signals`] except SIGUSR2, for a successor that unblocks only that one.
 pub fn release_signals_for_old_successor() {
     let ends = HANDLED.into_iter().filter(|signal| *signal != SignalNumber::SIGUSR2);
     let _ = SigSet::from_iter(ends).thread_unblock();
